@@ -71,11 +71,8 @@ def longer_trace(graph: ProgramGraph, length: str) -> int:
     their number by: for all quotients to be more than 1, and on the other side of what was asked of them. 0
     where it holds for longer sequences, or where none is known to help."""
 
-    def is_own(formula: Any) -> bool:
-        return {str(s) for s in formula.free_symbols} == {length}
-
-    own = [c for c in graph.conditions if is_own(c)]
-    quotients = {f for c in graph.conditions for f in c.atoms(FloorDiv) if is_own(f)}
+    own = [c for c in graph.conditions if _is_of(length, c)]
+    quotients = {f for c in graph.conditions for f in c.atoms(FloorDiv) if _is_of(length, f)}
     numbers = {int(n) for f in quotients for n in f.args[1:] if n.is_Integer}
     traced = graph.hints.get(length, 0)
 
@@ -95,6 +92,11 @@ def longer_trace(graph: ProgramGraph, length: str) -> int:
     bound = max(bound_of(c) for c in [c for c in few if c.atoms(FloorDiv)] or few)
     wanted = max(2 * max(numbers), bound + max(numbers), 2 * bound) + 1
     return wanted if wanted <= budgets.LEAST_TOKENS else 0
+
+
+def _is_of(size: str, formula: Any) -> bool:
+    """Whether this is the one size in a formula, or a relation."""
+    return {str(s) for s in formula.free_symbols} == {size}
 
 
 def _fixed_at(graph: ProgramGraph, number: int) -> str:
@@ -148,7 +150,7 @@ def _limits(graph: ProgramGraph, ids: fx.Node) -> tuple[str, list[Any]]:
     """The name of the number of tokens, and the trace's conditions on it alone."""
     extent = ids.meta["val"].shape[1]
     name = str(extent if isinstance(extent, int) else extent.node.expr)
-    return name, [c for c in graph.conditions if {str(s) for s in c.free_symbols} == {name}]
+    return name, [c for c in graph.conditions if _is_of(name, c)]
 
 
 def _of_longer_alone(graph: ProgramGraph, ids: fx.Node) -> str:
@@ -157,7 +159,7 @@ def _of_longer_alone(graph: ProgramGraph, ids: fx.Node) -> str:
     shortest = next((n for n in range(2, 1 << 12) if all(holds(c, {name: n}) for c in limits)), 2)
     if shortest == 2:
         return ""
-    asked = _lines(graph, lambda c: {str(s) for s in c.free_symbols} == {name} and not holds(c, {name: 2}))
+    asked = _lines(graph, lambda c: _is_of(name, c) and not holds(c, {name: 2}))
     where = next((f" ({line})" for line in asked), "")
     return (
         f"the model does something else with sequences of fewer than {shortest} tokens{where}, and a decoder "

@@ -24,10 +24,9 @@ from attngraph.ir.language import E, Expr, ScoreProgram, Weight
 from attngraph.ir.language.step_program import written
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.chosen_keys import hiding
-from attngraph.meaning.algebra import M, recombined, size_expression
+from attngraph.meaning import M, Unliftable, is_part, recombined, size_expression
 from attngraph.meaning.attention.program import rewritten
 from attngraph.meaning.masks.fold import keeps_zero
-from attngraph.meaning.rule import Unliftable, is_part
 from attngraph.meaning.tokens.facts import Axes, Fact, Kind, outside_reads
 from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.passes.build import Builder, NoSize

@@ -134,12 +134,9 @@ class _Insertion:
         most_tokens = self.tokens.most_tokens()
         needed = {n: f for n, f in self.tokens.facts.items() if n in self.needed}
         attentions = [n for n in self.graph.attentions() if n in needed and needed[n].kind is Kind.ATTENTION]
-        order = {node: place for place, node in enumerate(self.graph.graph.nodes)}
         if any(isinstance(f.scan, History) for f in needed.values()):
             self.step.least = self._least()
-        scans = {
-            n: f.scan for n, f in sorted(needed.items(), key=lambda p: order[p[0]]) if f.scan is not None
-        }
+        scans = {n: scan for n in sorted(needed) if (scan := needed[n].scan) is not None}
         for node, scan in scans.items():
             if isinstance(scan, History):
                 with self._replaced(node, f"it is {scan.reason}", "a few new tokens"):

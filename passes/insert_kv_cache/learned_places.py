@@ -20,9 +20,7 @@ from attngraph.ir.graph import ProgramGraph, argument, infer, is_size
 from attngraph.ir.graph.body import symbols_of
 from attngraph.ir.language import E, Expr
 from attngraph.ir.ops import nodes
-from attngraph.meaning.algebra import M, size_expression
-from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import is_part, tried
+from attngraph.meaning import M, Meaning, is_part, size_expression, tried
 from attngraph.meaning.tokens import opaque
 from attngraph.passes.build import Builder, NoSize
 from attngraph.passes.insert_kv_cache.write_formula import NotWritten, Writer

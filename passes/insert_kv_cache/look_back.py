@@ -202,9 +202,8 @@ def _chooses(scan: History) -> bool:
 def with_program(step: Step, builder: Builder, node: fx.Node, scan: History) -> History:
     """The scan with its program, and of its operands those that are read at earlier tokens alone. Raises
     `NotWritten`: there is no program."""
-    writer = OwnWriter(
-        step.tokens, scan.region, scan.operands, scan.streams, builder, step.inputs.rows("positions")
-    )
+    places = step.inputs.rows("positions")
+    writer = OwnWriter(step.tokens, scan.region, scan.operands, scan.streams, builder, places)
     program = writer.program(writer.own(node, step.tokens[node].axes))
     step.programs[node] = RowProgram(program, writer.new, writer.shared, writer.whole, writer.read)
     return dataclasses.replace(scan, operands=tuple(dict.fromkeys((*writer.whole, *writer.read))))

@@ -304,10 +304,7 @@ class Step:
     ) -> dict[fx.Node, Carried]:
         """Inputs with what every row carries for a value, one for each shape and dtype."""
         label = module_of(node) or source_of(node)
-        about = [
-            Carried(f"carried{len(self.carried) + place}", shape, dtype, label)
-            for place, (shape, dtype) in enumerate(wanted)
-        ]
+        about = [Carried(f"carried{n}", *kind, label) for n, kind in enumerate(wanted, len(self.carried))]
         return {self.inputs.carried(each): each for each in about}
 
     def carry(self, builder: Builder, several: fx.Node, states: dict[fx.Node, Carried]) -> fx.Node:

@@ -90,9 +90,8 @@ class FixedValues:
         told, inputs = self.graph.given()[self.ids], stage.given().items()
         others = [n for n, given in inputs if given.kind == "argument" and given != told]
         found = {
-            str(extent): (node, dim)
-            for node in others for dim, extent in enumerate(node.meta["val"].shape)
-        }  # fmt: skip
+            str(extent): (node, dim) for node in others for dim, extent in enumerate(node.meta["val"].shape)
+        }
         for ids in (n for n, given in inputs if given == told):
             for size in [u for u in ids.users if u.target is aten.sym_size.int]:
                 if str(size.meta["val"]) in found:
