@@ -89,9 +89,8 @@ class Canonicalize:
                 continue
             if target.startswith(_ASSERTIONS):
                 remove(node)
-            elif node not in results and (
-                target.startswith(_IDENTITY)
-                or (target.startswith("aten.detach.") and node not in differentiable)
+            elif node not in results and target.startswith(
+                _IDENTITY if node in differentiable else (*_IDENTITY, "aten.detach.")
             ):
                 remove(node, node.args[0])
             elif target == "aten.clone.default" and (

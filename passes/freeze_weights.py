@@ -45,9 +45,8 @@ class FreezeWeights:
         if not wide:
             return Outcome(["no weight is frozen, because there is no C compiler"])
         made: dict[tuple[fx.Node, bool], fx.Node] = {}
-        programs = graph.graph.find_nodes(
-            op="call_function", target=torch.ops.attngraph.token_program.default
-        )
+        op = torch.ops.attngraph.token_program.default
+        programs = graph.graph.find_nodes(op="call_function", target=op)
         left = sum(_freeze(graph, node, wide, made) for node in programs)
         released = 0
         others = {i for rate, stage in graph.stages.items() if rate is not Rate.WEIGHTS for i in stage.inputs}

@@ -19,7 +19,6 @@ import sympy
 import torch
 from torch import fx
 
-from attngraph.ir.graph import Level, ProgramGraph, caller_of, module_of, source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.ops import nodes
 from attngraph.ir.walk import filled, reached
@@ -41,8 +40,9 @@ from attngraph.passes.shared_scores import Found
 from attngraph.pipeline import Outcome
 from attngraph.report.entries import AttentionEntry, Missed
 
-from attngraph.ir.graph.program_graph import (  # isort: skip
-    RESULTS, is_empty, is_size, keep_sizes, measured_sizes, memory_of, replace_in_other_users, sort,
+from attngraph.ir.graph import (  # isort: skip
+    RESULTS, Level, ProgramGraph, caller_of, is_empty, is_size, keep_sizes, measured_sizes, memory_of,
+    module_of, replace_in_other_users, sort, source_of,
 )  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -360,7 +360,7 @@ def _build(
         parts = [builder.view(_build_one(builder, c, leaves, seeds), c.output) for c in claims]
         results[found.node] = builder.trace(lambda *parts: functools.reduce(operator.add, parts), *parts)
     for old, new in results.items():
-        results[old] = builder.trace(lambda new, dtype: new.to(dtype), new, old.meta["val"].dtype)
+        results[old] = builder.to(new, old.meta["val"].dtype)
     return results, claims, list(dict.fromkeys(leaves))
 
 

@@ -26,13 +26,13 @@ import networkx as nx
 import torch
 from torch import fx
 
-from attngraph.ir.graph import Input, Output, ProgramGraph, Rate, argument, computed_from, is_random, is_size
 from attngraph.ir.walk import operands_first
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.passes.build import Builder, NoSize
 
-from attngraph.ir.graph.program_graph import (  # isort: skip
-    RESULTS, as_module, makes_a_size, memory_of, part_of, replace_in_other_users,
+from attngraph.ir.graph import (  # isort: skip
+    RESULTS, Input, Output, ProgramGraph, Rate, argument, as_module, computed_from, is_random, is_size,
+    makes_a_size, memory_of, part_of, replace_in_other_users,
 )  # fmt: skip
 
 aten = torch.ops.aten
@@ -227,7 +227,7 @@ class _Stage:
 
 def _kept(
     graph: ProgramGraph, taken: Mapping[str, fx.Node], results: Iterable[fx.Node]
-) -> dict[str, fx.Node]:  # fmt: skip
+) -> dict[str, fx.Node]:
     """The values as results that nobody else can write to."""
     others = {memory_of(node) for node in results}
     found: dict[str, fx.Node] = {}

@@ -45,7 +45,7 @@ class Proposal(Builder):
 
     def __init__(
         self, graph: ProgramGraph, anchor: fx.Node, checks: Checks | None = None, survives: bool = False
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(graph, anchor)
         self.checks, self.survives = checks or Checks(graph), survives
         self.done, self.problem, self.tell = False, "", True

@@ -151,7 +151,7 @@ class _Reassociation:
             q, k, v = (proposal.operand(o) for o in (claim.q, claim.k, claim.v))
             # An operand may be read from before it was rounded.
             widest = functools.reduce(torch.promote_types, (o.meta["val"].dtype for o in (q, k, v)))
-            q, k, v = (proposal.trace(lambda given: given.to(widest), o) for o in (q, k, v))
+            q, k, v = (proposal.to(o, widest) for o in (q, k, v))
             sizes = [proposal.size(s) for s in claim.sizes]
             new = proposal.call(linear_attention, q, k, v, list(claim.reads), sizes, str(claim.program))
             new = proposal.view(new, claim.output)
@@ -159,6 +159,5 @@ class _Reassociation:
             leaves = [s for s in sources if isinstance(s, fx.Node) and s.target is not aten.ones.default]
             # A normaliser may have been rewritten already: compare as functions of common inputs.
             proposal.check(claim.node, new, leaves)
-            dtype = claim.node.meta["val"].dtype
-            proposal.replace(claim.node, proposal.trace(lambda new: new.to(dtype), new))
+            proposal.replace(claim.node, proposal.to(new, claim.node.meta["val"].dtype))
         return proposal.problem

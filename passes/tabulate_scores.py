@@ -174,8 +174,7 @@ class _Writer(Writer):
         if node.kind == "int" and not node.free and not E.reads(node):
             return self.builder.size(node, {E.size(f"n{n}"): size for n, size in enumerate(self.view.sizes)})
         if node.op in ("int", "float"):
-            dtype = torch.int64 if node.op == "int" else self.dtype
-            return self.builder.trace(lambda x: x.to(dtype), self.value(node.args[0]))
+            return self.builder.to(self.value(node.args[0]), torch.int64 if node.op == "int" else self.dtype)
         return super()._value(node)
 
     def index(self, variable: Expr) -> fx.Node:

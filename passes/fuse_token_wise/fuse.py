@@ -105,11 +105,8 @@ def _regions(
     found: dict[tuple[int, Expr], dict[fx.Node, Formula]] = {}
     within = {n for n in graph.graph.nodes if n in formulas or _only_splits(n, formulas)}
     for node in graph.graph.nodes:
-        computed = node.op == "call_function" and not is_size(node)
-        depth[node] = max(
-            (depth[n] + (n in within and node not in within and computed) for n in node.all_input_nodes),
-            default=0,
-        )
+        leaves = node.op == "call_function" and not is_size(node) and node not in within
+        depth[node] = max((depth[n] + (leaves and n in within) for n in node.all_input_nodes), default=0)
         if node in formulas:
             place = facts.rows.of(node)
             assert place is not None

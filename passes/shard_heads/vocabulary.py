@@ -205,7 +205,7 @@ class Vocabulary:
 
     def _proved(
         self, old: fx.Node, new: fx.Node, leaves: list[fx.Node], below: dict[fx.Node, int]
-    ) -> fx.Node:  # fmt: skip
+    ) -> fx.Node:
         self.checks.below = below
         problem = self.checks.same_value(old, new, leaves).problem
         self.checks.below = {}

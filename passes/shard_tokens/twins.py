@@ -131,7 +131,7 @@ class Twins:
 
     def _called(
         self, builder: Builder, node: fx.Node, given: dict[fx.Node, fx.Node], own: bool, place: int
-    ) -> fx.Node:  # fmt: skip
+    ) -> fx.Node:
         """The node's operation on a rank's tokens; sizes are those of the rank, or of all tokens."""
 
         def other(n: fx.Node) -> Any:
