@@ -98,7 +98,7 @@ class Canonicalize:
             ):  # nobody but the graph writes to the memory or looks into it: it need not be copied
                 if node.kwargs.get("memory_format") is torch.contiguous_format:
                     node.target, node.kwargs = aten.contiguous.default, {}
-                elif node not in returned and len({_strides(n) for n in (node, node.args[0])}) == 1:
+                elif node not in returned and _strides(node) == _strides(node.args[0]):
                     remove(node, node.args[0])
             elif target == "aten.einsum.default" and len(node.args[1]) > 2:
                 remove(node, _two_at_a_time(graph, node))

@@ -12,7 +12,6 @@ Used by `look_back`.
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from torch import fx
 
 from attngraph.ir.graph import argument, is_size
-from attngraph.ir.language import E, Expr, ScoreProgram, Weight
+from attngraph.ir.language import E, Expr, Weight
 from attngraph.ir.language.step_program import written
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.chosen_keys import hiding
@@ -226,8 +225,7 @@ class OwnWriter(Writer):
         def changed(formula: Expr) -> Expr:
             return rewritten(E.rebuild(formula, later), view.program) if query in formula.free else formula
 
-        statements = tuple(_changed(s, changed) for s in view.program.statements)
-        program = ScoreProgram(statements, view.program.in_order)
+        program = view.program.mapped(changed)
         sizes = [self.size(n) if isinstance(n, fx.Node) else str(n) for n in view.sizes]
         sizes += ["first"] * (program != view.program)
         lists = ", ".join(f"[{', '.join(each)}]" for each in (map(operand, view.reads), sizes))
@@ -235,7 +233,8 @@ class OwnWriter(Writer):
             ups = ("None" if up is None else operand(up) for up in (view.key_up, view.value_up))
             given = [*map(operand, (view.q, view.latent)), *ups, str([*view.values]), lists]
             return self.line(f"{node.target}({', '.join(given)}, {str(program)!r}, {view.absorb!r})")
-        if place == 0 and any(hiding(program)) and all(map(_keeps_zero, statements)):
+        weights = (s.value for s in program.statements if isinstance(s, Weight))
+        if place == 0 and any(hiding(program)) and all(map(keeps_zero, weights)):
             asking = operand(view.q)
             with contextlib.suppress(NotWritten, Unliftable), self._attempt():
                 return self._at_chosen(view, asking, lists, repr(str(program)))
@@ -377,17 +376,6 @@ class OwnWriter(Writer):
             raise _NotOwn from problem
         finally:
             builder.discard()
-
-
-def _keeps_zero(statement: Any) -> bool:
-    """Whether a key of weight zero has none after a statement."""
-    return not isinstance(statement, Weight) or keeps_zero(statement.value)
-
-
-def _changed(statement: Any, change: Callable[[Expr], Expr]) -> Any:
-    """A statement of a score program with other formulas."""
-    fields = (f.name for f in dataclasses.fields(statement))
-    return dataclasses.replace(statement, **{name: change(getattr(statement, name)) for name in fields})
 
 
 class BlockWriter(Writer):

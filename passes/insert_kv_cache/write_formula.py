@@ -9,7 +9,7 @@ step and reads views; `ByIndex` has the dimensions of a value that follows from 
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,11 +31,6 @@ class NotWritten(Exception):
 
 _TAKES_NUMBERS = {"add": "add", "mul": "mul", "mod": "remainder", "le": "le", "lt": "lt", "eq": "eq"}
 """Operations of a tensor and a tensor or number, with their names in PyTorch."""
-
-
-def _of_tensors(op: str) -> Callable[..., Any] | None:
-    row = None if op in ("float", "int", "random") else operation_of(op)
-    return torch.reciprocal if op == "recip" else None if row is None else row.torch
 
 
 class Writer:
@@ -97,9 +92,10 @@ class Writer:
         if op in _TAKES_NUMBERS or op == "floordiv":
             pair = functools.partial(self._pair, op)
             return functools.reduce(pair, args[1:], self.as_tensor(args[0], args))
-        function = _of_tensors(op)
-        if function is None:
+        row = None if op in ("float", "int", "random") else operation_of(op)
+        if row is None and op != "recip":
             raise NotWritten(f"the function {op}")
+        function = torch.reciprocal if row is None else row.torch
         tensors = [self.as_tensor(a, args) for a in args]
         if op in ("and", "or", "max", "min"):
             return functools.reduce(functools.partial(self.builder.trace, function), tensors)

@@ -117,11 +117,7 @@ def _followed(graph: ProgramGraph, meaning: Meaning, own: set[fx.Node], value: f
             continue
         if value.target is aten.mul.Tensor and isinstance(other, fx.Node):
             # Of a factor, ranks add up the gradient.
-            costs = graph.gradients and _size(graph, other) >= _size(graph, before)
-            if other in own or costs:
+            factor, sent = (math.prod(shape_at(n.meta["val"], graph.hints)) for n in (other, before))
+            if other in own or (graph.gradients and factor >= sent):
                 continue
         yield before
-
-
-def _size(graph: ProgramGraph, node: fx.Node) -> int:
-    return math.prod(shape_at(node.meta["val"], graph.hints))

@@ -28,12 +28,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbol
 
 from attngraph.capture.instead import instead
 from attngraph.capture.lines import user_lines
+from attngraph.ir.graph.call import BY_VALUES
 from attngraph.ir.graph.source import short_path
 
 _PLAIN = frozenset({int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 _SYMBOLIC = frozenset({torch.SymInt, torch.SymFloat, torch.SymBool})
-BY_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-"""Tags of operations whose results follow from values."""
 
 
 def equal_calls_inferred_once() -> contextlib.AbstractContextManager[None]:

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from attngraph.capture.faster import calls
 from attngraph.capture.faster.calls import Call, Made, NotDescribed, Result, follows_from_sizes
 from attngraph.capture.lines import user_lines
-from attngraph.ir.graph.call import described
+from attngraph.ir.graph.call import BY_VALUES, described
 from attngraph.ir.modes import autocast_of
 
 _SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -205,15 +205,12 @@ def _node_of(tracer: Any, tensor: Tensor) -> fx.Node:
     return node
 
 
-def _is_size(node: fx.Node) -> bool:
-    """Whether a node is a size, or another number, that follows from the sizes of arguments."""
-    value = node.meta.get("val")
-    return isinstance(value, _SIZES) and follows_from_sizes(value.node.expr)
-
-
 def _stands_for_all(node: fx.Node) -> bool:
-    """Whether a node need not be copied: a size, or a tensor that the trace itself holds."""
-    return _is_size(node) or node.op == "get_attr"
+    """Whether a node need not be copied: a tensor that the trace itself holds, or a number that follows from
+    the sizes of arguments."""
+    value = node.meta.get("val")
+    follows = isinstance(value, _SIZES) and follows_from_sizes(value.node.expr)
+    return follows or node.op == "get_attr"
 
 
 def _is_plain(node: fx.Node, memory: set[int]) -> bool:
@@ -223,7 +220,7 @@ def _is_plain(node: fx.Node, memory: set[int]) -> bool:
         return False
     if target is operator.getitem:
         return True
-    if not isinstance(target, torch._ops.OpOverload) or any(tag in target.tags for tag in calls.BY_VALUES):
+    if not isinstance(target, torch._ops.OpOverload) or any(tag in target.tags for tag in BY_VALUES):
         return False
     for place, argument in enumerate(target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

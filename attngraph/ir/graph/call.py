@@ -117,7 +117,8 @@ def _is_of(wanted: str, kind: Any) -> bool:
 
 _KNOWN: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 """For each environment of symbolic sizes the results of calls."""
-_BY_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+BY_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+"""Tags of operations whose results follow from values."""
 
 
 def infer(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any = None) -> Any:
@@ -151,7 +152,7 @@ def infer_once(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode:
 @functools.lru_cache(maxsize=4096)
 def _is_of_sizes(target: Any) -> bool:
     """Whether an op's result has no sizes that follow from values."""
-    return not any(tag in getattr(target, "tags", ()) for tag in _BY_VALUES)
+    return not any(tag in getattr(target, "tags", ()) for tag in BY_VALUES)
 
 
 def described(value: Any) -> Any:
