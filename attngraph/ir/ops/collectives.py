@@ -31,7 +31,7 @@ from torch import Tensor
 from attngraph.ir.kept import holding
 from attngraph.ir.ops.declare import declare, differentiated, has_tangent, is_recorded, with_gradients
 
-_OPS = torch.ops.attngraph
+_OPS, FUNCTIONAL = torch.ops.attngraph, torch.ops._c10d_functional
 Together = Callable[[Sequence[Any], Sequence[Tensor]], Sequence[Tensor]]
 COLLECTIVES: dict[Any, Together] = {}
 """Every collective, with what computes it for all ranks in one process: from the node's other arguments and
@@ -81,14 +81,20 @@ def rank_in(group: Any) -> int:
     return torch.distributed.get_rank(torch._C._distributed_c10d._resolve_process_group(group))
 
 
+def gathered(x: Tensor, dim: int, ranks: int, group: str) -> Tensor:
+    """The ranks' x one after the other, with this dimension as the first."""
+    first = x.movedim(dim, 0).contiguous()
+    found: Tensor = FUNCTIONAL.wait_tensor(FUNCTIONAL.all_gather_into_tensor(first, ranks, group))
+    return found
+
+
 @collective(
     fake=lambda a: torch.empty_like(a.x, memory_format=torch.contiguous_format),
     gradient=lambda grad, group: grad,
     together=lambda args, parts: for_each(parts, total),
 )
 def _all_reduce(x: Tensor, group: str) -> Tensor:
-    functional = torch.ops._c10d_functional
-    found: Tensor = functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", group))
+    found: Tensor = FUNCTIONAL.wait_tensor(FUNCTIONAL.all_reduce(x.contiguous(), "sum", group))
     return found
 
 
@@ -110,10 +116,7 @@ def _sum_gradients(x: Tensor, group: str) -> Tensor:
     together=lambda args, parts: for_each(parts, lambda own: torch.cat(list(own), args[0])),
 )
 def _all_gather(x: Tensor, dim: int, ranks: int, group: str) -> Tensor:
-    functional = torch.ops._c10d_functional
-    first = x.movedim(dim, 0).contiguous()
-    found = functional.wait_tensor(functional.all_gather_into_tensor(first, ranks, group))
-    return found.movedim(0, dim).contiguous()  # type: ignore[no-any-return]
+    return gathered(x, dim, ranks, group).movedim(0, dim).contiguous()
 
 
 ALL_REDUCE, SUM_GRADIENTS, ALL_GATHER = (
@@ -152,11 +155,11 @@ class Team:
         run = _RUN.get()
         if run is not None:
             return run.swapped(parts, self)
-        functional, rank = torch.ops._c10d_functional, rank_in(self.group)
+        rank = rank_in(self.group)
         first = rank - rank % self.size
         counts = [int(first <= other < first + self.size) for other in range(self.ranks)]
-        found: Tensor = functional.all_to_all_single(parts.contiguous(), counts, counts, self.group)
-        return functional.wait_tensor(found)  # type: ignore[no-any-return]
+        found = FUNCTIONAL.all_to_all_single(parts.contiguous(), counts, counts, self.group)
+        return FUNCTIONAL.wait_tensor(found)  # type: ignore[no-any-return]
 
 
 class _Waits(Exception):

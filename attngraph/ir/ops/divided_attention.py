@@ -48,7 +48,6 @@ def divided_attention(
     k_scales: Tensor | None = None, v_scales: Tensor | None = None, team: int = 1, ranks: int = 1,
     group: str = "",
 ) -> Tensor:  # fmt: skip
-    """What the op computes; without gradients."""
     require_no_derivative("divided_attention", INSTEAD, (q, k, v, reads))
     rows = Rows(table, starts, first, held)
     if not any(_asking(rows)):  # no page is read
@@ -65,7 +64,6 @@ def divided_latent_attention(
     first: Tensor, held: Tensor, absorb: str = "auto", family: str = "", scales: Tensor | None = None,
     team: int = 1, ranks: int = 1, group: str = "",
 ) -> Tensor:  # fmt: skip
-    """What the op computes; without gradients."""
     require_no_derivative("divided_latent_attention", INSTEAD, (q, latent, reads))
     rows = Rows(table, starts, first, held)
     news, _, lengths = counts(rows)

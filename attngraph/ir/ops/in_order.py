@@ -50,7 +50,6 @@ def product_in_order(x: Tensor, weight: Tensor) -> Tensor:
 
 @declare(fake=lambda a: a.x.new_empty((a.x.shape[0], a.weight.shape[2])), derivatives=INSTEAD, plain=True)
 def grouped_in_order(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """What the op computes."""
     parts = [0, *numbers_of(ends)]
     times = torch.mm if x.dtype == torch.float64 else _times
     found = [times(x[a:b], w) for (a, b), w in zip(itertools.pairwise(parts), weight, strict=True) if b > a]

@@ -124,7 +124,6 @@ def latent_attention(
     q: Tensor, latent: Tensor, key_up: Tensor | None, value_up: Tensor | None, values: Sequence[int],
     reads: list[Tensor], sizes: Sizes, program: str, absorb: str = "auto", family: str = "",
 ) -> Tensor:  # fmt: skip
-    """What the op computes; without gradients."""
     node = LatentNode(q, latent, key_up, value_up, values)
     new, keys = q.shape[2], latent.shape[2]
     absorbed = node.absorbs(absorb, [(new, max(0, keys - new))] * q.shape[0], q)
@@ -141,7 +140,6 @@ def cached_latent_attention(
     values: Sequence[int], reads: list[Tensor], sizes: Sizes, program: str, table: Tensor, starts: Tensor,
     first: Tensor, held: Tensor, absorb: str = "auto", family: str = "", scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """What the op computes; without gradients."""
     require_no_derivative("cached_latent_attention", INSTEAD, (q, latent, reads))
     parsed = parse(program)
     node = LatentNode(q, latent, key_up, value_up, values, parsed.in_order)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from attngraph.ir.kept import kept
-from attngraph.ir.ops.collectives import COLLECTIVES, collective, for_each, rank_in
+from attngraph.ir.ops.collectives import COLLECTIVES, FUNCTIONAL, collective, for_each, gathered, rank_in
 
 from attngraph.ir.ops.declare import (  # isort: skip
     Sizes, declare, differentiated, has_tangent, is_recorded, shared, with_gradients,
@@ -94,9 +94,7 @@ def _taken(x: Tensor, dim: int, layout: Layout, rank: int) -> Tensor:
 
 
 def _gathered(x: Tensor, dim: int, layout: Layout, group: str) -> Tensor:
-    first = x.movedim(dim, 0).contiguous()
-    found = _functional.wait_tensor(_functional.all_gather_into_tensor(first, layout.ranks, group))
-    return layout.ordered(found, 0).movedim(0, dim).contiguous()
+    return layout.ordered(gathered(x, dim, layout.ranks, group), 0).movedim(0, dim).contiguous()
 
 
 # --- keys ---
@@ -159,14 +157,13 @@ def _plan_anew(
 
 
 _kept_plan = functools.lru_cache(maxsize=64)(_plan_anew)
-_functional = torch.ops._c10d_functional
 
 
 def _swap(rows: Tensor, there: Sequence[Tensor], here: Sequence[Tensor], group: str) -> Tensor:
     """Begin to send the first len(there[0]) rows to rank 0 and so on. Returns memory for the rows that come,
     rank by rank: they are there once it is waited for."""
     counts = [[len(t) for t in places] for places in (here, there)]
-    found: Tensor = _functional.all_to_all_single(rows.contiguous(), *counts, group)
+    found: Tensor = FUNCTIONAL.all_to_all_single(rows.contiguous(), *counts, group)
     return found
 
 
@@ -185,7 +182,7 @@ class Begun:
         whole = rows.new_zeros((self.plan.needed.shape[1], *rows.shape[1:]))
         whole[own.own.to(x.device)] = rows
         if self.coming is not None:
-            whole[torch.cat(own.received).to(x.device)] = _functional.wait_tensor(self.coming)
+            whole[torch.cat(own.received).to(x.device)] = FUNCTIONAL.wait_tensor(self.coming)
         return whole.movedim(0, TOKENS)
 
 
@@ -196,7 +193,7 @@ def _returned(grad: Tensor, plan: _Plan, group: str) -> Tensor:
     total = rows[own.own.to(grad.device)]
     if not plan.is_empty:
         sent = rows[torch.cat(own.received).to(grad.device)]
-        back = _functional.wait_tensor(_swap(sent, own.received, own.sent, group))
+        back = FUNCTIONAL.wait_tensor(_swap(sent, own.received, own.sent, group))
         total = total.index_add(0, torch.cat(own.sent).to(grad.device), back)
     return total.movedim(0, TOKENS)
 

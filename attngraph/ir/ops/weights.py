@@ -37,9 +37,8 @@ def attention_weights(
         for start, first, count in _runs(chosen[1], most):
             span = slice(first, first + count)
             tile = Tile((row, row + 1), (0, heads), (first, first + count), (0, keys))
-            found[place, :, start : start + count] = _block(
-                program, q[row : row + 1, :, span], k[row : row + 1], reads, sizes, tile
-            )[0]
+            own = q[row : row + 1, :, span], k[row : row + 1]
+            found[place, :, start : start + count] = _block(program, *own, reads, sizes, tile)[0]
     return found
 
 
