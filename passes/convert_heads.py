@@ -96,17 +96,14 @@ class _Conversion:
         """Find the rows of parameters that make the keys and values of one attention."""
         attention = Attention.of(node)
         heads = int(attention.k.meta["val"].shape[1])
-        numbers = sorted(head for group in self.groups for head in group)
+        numbers, has = sorted(itertools.chain(*self.groups)), f"the attention at {source_of(node)} has"
         if self.groups and numbers != list(range(heads)):
             raise ConversionError(
-                f"the attention at {source_of(node)} has the key/value heads 0 to {heads - 1}, each of which "
-                f"must be in one group; the groups have {numbers}."
+                f"{has} the key/value heads 0 to {heads - 1}, each of which must be in one group; the groups "
+                f"have {numbers}."
             )
         if not self.groups and heads % self.kv_heads != 0:
-            raise ConversionError(
-                f"the attention at {source_of(node)} has {heads} key/value heads, which are no multiple of "
-                f"{self.kv_heads}."
-            )
+            raise ConversionError(f"{has} {heads} key/value heads, which are no multiple of {self.kv_heads}.")
         if heads == self.kv_heads:
             return
         for operand, what in ((attention.k, "keys"), (attention.v, "values")):
@@ -127,11 +124,9 @@ class _Conversion:
             exact = (M.substitute(at_head, {of_width: E.const(n)}) for n in width)
             reads = [n for element in exact for n in E.reads(element) if n.value is node]
             indices = dict.fromkeys(read.args[product.feature] for read in reads)
-            for index in indices:
-                if index.op != "const":
-                    raise ConversionError(
-                        f"which rows make a head of the {what} at {source_of(node)} is not known: {index!r}."
-                    )
+            for index in (i for i in indices if i.op != "const"):
+                rows = f"which rows make a head of the {what} at {source_of(node)}"
+                raise ConversionError(f"{rows} is not known: {index!r}.")
             per_head.append([int(index.value) for index in indices])
         size, every = len(per_head[0]), {row for rows in per_head for row in rows}
         if any(len(rows) != size for rows in per_head) or len(every) != size * heads:

@@ -218,9 +218,8 @@ class _Insertion:
         try:
             yield
         except (NotWritten, NoSize) as problem:
-            raise NoDecoderError(
-                f"{op_name(node)} at {source_of(node)}: {what}, and {problem} cannot be computed for {of}."
-            ) from problem
+            where = f"{op_name(node)} at {source_of(node)}"
+            raise NoDecoderError(f"{where}: {what}, and {problem} cannot be computed for {of}.") from problem
 
     # --- attention ---
 
@@ -277,7 +276,7 @@ class _Insertion:
             width = about.heads * (about.head_dim + about.value_dim)
             self.expanded += width * whole.q.meta["val"].dtype.itemsize
             found = [self.kept.pages_of(builder, n) for n in whole.keys]
-            pages, table = [n for n, _ in found], self.inputs.table(found[0][1].window)
+            pages, table = [n for n, _ in found], self.inputs.table(found[0][1])
             new, held = list(whole.keys), self.inputs.rows("first")
         self._note_rows(whole.program, whole.reads)
         cached = whole.over_cache(
@@ -314,7 +313,7 @@ class _Insertion:
         if self.tokens.space.row is None:
             raise NoDecoderError(f"scores read a value of each token ({source_of(node)}) without a batch.")
         return builder.call(
-            history, self.inputs.pages(store), node, self.inputs.table(store.window), rows("starts"),
+            history, self.inputs.pages(store), node, self.inputs.table(store), rows("starts"),
             rows("first"), store.token_dim,
         )  # fmt: skip
 

@@ -59,7 +59,7 @@ def _longer(step: Step, builder: Builder, scan: Window | Stream) -> tuple[dict[f
     for operand in scan.operands:
         pages, store = step.kept.pages_of(builder, operand)
         longer[operand] = builder.call(
-            with_earlier, pages, operand, step.inputs.table_of(store), rows("starts"), rows("first"), place,
+            with_earlier, pages, operand, step.inputs.table(store), rows("starts"), rows("first"), place,
             tokens.row_dim(operand), tokens.token_dim(operand), back,
         )  # fmt: skip
     return longer, place
@@ -219,12 +219,12 @@ def _run_again(step: Step, builder: Builder, node: fx.Node, scan: History) -> fx
         pages, store = step.kept.pages_of(builder, operand)
         dim = tokens.token_dim(operand)
         whole.append(builder.call(
-            history, pages, operand, inputs.table_of(store), rows("starts"), rows("first"), dim,
+            history, pages, operand, inputs.table(store), rows("starts"), rows("first"), dim,
             as_long.get(size), size,
         ))  # fmt: skip
         as_long.setdefault(size, builder.call(aten.movedim.int, whole[-1], dim, 0))
     stored = [step.kept.pages_of(builder, operand) for operand in program.read]
-    tables = [inputs.table_of(store) for _, store in stored]
+    tables = [inputs.table(store) for _, store in stored]
     least = step.least if _fails_on_fewer(step, scan, program) else 1
     made = builder.call(
         each_row, program.new, whole, program.shared, program.read, [pages for pages, _ in stored], tables,

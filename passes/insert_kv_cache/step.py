@@ -68,11 +68,7 @@ class StepInputs:
         of_tokens = name in ("positions", "row")
         return self.take("rows", name, [self.ids.meta["val"].shape[place] if of_tokens else None])
 
-    def table(self, window: int | None) -> fx.Node:
-        """The page table of the rows, for values that are cached for a window, or (None) without limit."""
-        return self.take("rows", f"table.{window or 'all'}", [None, None])
-
-    def table_of(self, store: Store) -> fx.Node:
+    def table(self, store: Store) -> fx.Node:
         """The page table of a cached value."""
         return self.take("rows", store.table, [None, None])
 

@@ -49,9 +49,9 @@ class Container(_Kept):
         if isinstance(held, set):
             return set(map(id, held)) != set(map(id, was))
         same = len(held) == len(was) and all(map(operator.is_, held, was))
-        return not same or (
-            isinstance(held, dict) and not all(map(operator.is_, held.values(), was.values()))
-        )
+        if isinstance(held, dict):
+            same = same and all(map(operator.is_, held.values(), was.values()))
+        return not same
 
     def put_back(self) -> None:
         if isinstance(self.value, list):
