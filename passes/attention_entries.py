@@ -22,11 +22,8 @@ def describe_claim(
     """The entry of a claim that was checked and became the node `whole`, and notes on both."""
     # The names that the text gives to sizes: in order of the inputs' dimensions.
     names = {symbol: f"s{number}" for number, symbol in enumerate(graph.hints)}
-    shown = " and ".join(
-        "(" + ", ".join(f"{name}={s[symbol]}" for symbol, name in names.items() if symbol in s) + ")"
-        for s in verdict.sizes
-        if s
-    )
+    told = [[f"{n}={s[symbol]}" for symbol, n in names.items() if symbol in s] for s in verdict.sizes if s]
+    shown = " and ".join(f"({', '.join(each)})" for each in told)
     checked = f"checked in float64{' at ' + shown if shown else ''} (max error {verdict.error:.0e})"
     both, queries = (numbers_at(axes, graph.hints) for axes in claim.axes)
     entry = dataclasses.replace(

@@ -187,24 +187,23 @@ class _Products:
 
     def _is_whole(self, node: Expr) -> bool:
         """Whether a term is made of integers of a weight."""
-        return self._is_weight(node) or (
-            node.op != "read" and any(_is_read(n, *_CONTAINERS) and len(node.free) == 2 for n in E.walk(node))
-        )
+        if node.op == "read" or len(node.free) != 2:
+            return self._is_weight(node)
+        return any(_is_read(n, *_CONTAINERS) for n in E.walk(node))
 
     def _by_group(self, read: Expr, out: Expr, digit: Expr | None) -> _Seen:
         """A tensor as `[out, groups]`."""
         if digit is None:
             return self._seen(read, ((out,), ()))
         group = E.var("group", M.floordiv(digit.args[0].args[0], digit.args[1]))
-        placed = E.read(read.value, tuple(M.substitute(i, {digit: group}) for i in read.args), read.kind)
-        return self._seen(placed, ((out,), (group,)))
+        return self._seen(M.substitute(read, {digit: group}), ((out,), (group,)))
 
     def _seen(self, read: Expr, roles: tuple[tuple[Expr, ...], ...]) -> _Seen:
         """The tensor of a read, with a dimension for each of the roles."""
         if not read.free <= {variable for role in roles for variable in role}:
             raise NoView
         digits = split_digits(read.free, read.args) or {}
-        index = tuple(M.substitute(i, {v: recombined(d) for v, d in digits.items()}) for i in read.args)
+        index = M.substitute(read, {v: recombined(d) for v, d in digits.items()}).args
         roles = tuple(tuple(d for v in role for d in digits.get(v, (v,))) for role in roles)
         return _Seen(read.value, layout.solve(self.meaning.shape(read.value), index, roles))
 

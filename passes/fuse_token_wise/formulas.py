@@ -92,9 +92,7 @@ class Formulas:
         assert shape is not None
         own = {d: E.var(f"t{d}", shape[d]) for d in place.dims}
         rows = tuple(own.values())
-        at = tuple(
-            own.get(d) or (E.ZERO if E.is_const(n, 1) else E.var(f"o{d}", n)) for d, n in enumerate(shape)
-        )
+        at = tuple(own.get(d, index) for d, index in enumerate(self.meaning.places(node)[1]))
         try:
             by_name = NAMED.get(str(node.target))
             composed = not self.everything and str(node.target).removeprefix("aten.") in COMPOSED

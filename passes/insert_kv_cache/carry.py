@@ -66,10 +66,9 @@ def take_steps(step: Step, builder: Builder, node: fx.Node, scan: TokenLoop) -> 
     """A `Rewrite` of loops."""
     tokens, rows, device = step.tokens, step.inputs.rows, node.meta["val"].device
     states = step.states(node, scan.handed)
-    taken = [
-        FormulaWriter(builder, tokens, own, dtype, device).tensor(element, own)
-        for element, own, dtype in scan.taken
-    ]
+    taken = []
+    for element, own, dtype in scan.taken:
+        taken.append(FormulaWriter(builder, tokens, own, dtype, device).tensor(element, own))
     given = taken, list(scan.shared), list(states), rows("starts"), rows("first"), scan.program
     out = step.carry(builder, builder.call(loop, *given), states)
     token = tokens.space.token
@@ -161,7 +160,7 @@ class _Sums:
         across: list[Any] = []
         for side in zip(*part.across, strict=True):
             vectors = [written(f, (*of_heads, *part.over), [heads, 1, width]) for f in side]
-            across.append(vectors[0] if len(vectors) == 1 else call(aten.cat.default, vectors, 2))
+            across.append(self.builder.side_by_side(vectors, 2))
         if less_one is not None and decay is not None:
             across = [*(across or (None, None)), True]
         starts = self.inputs.rows("starts")

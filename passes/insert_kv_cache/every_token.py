@@ -114,9 +114,8 @@ def _as_rows(builder: Builder, pick: Pick) -> fx.Node:
     order = [dim for dim in range(len(extents)) if dim not in (row, token)]
     place = row if row < token else row - 1
     order[place:place] = [row, token]
-    moved = builder.call(aten.permute.default, pick.operand, order)
     shape = [-1 if dim == row else int(extents[dim]) for dim in order if dim != token]
-    joined = builder.call(aten.reshape.default, moved, shape)
+    joined: fx.Node = builder.trace(lambda x: x.permute(order).reshape(shape), pick.operand)
     return builder.unsqueezed(joined, token) if pick.keeps else joined
 
 

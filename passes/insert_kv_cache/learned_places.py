@@ -227,14 +227,12 @@ class _Rewriting:
         if not joins or self.shapes[last][dim] is not self.old or self.shapes[node][dim] is not self.places:
             return False
         dtype, build = node.meta["val"].dtype, Builder(self.graph, node)
-        before = [self._of_one_row(n) for n in before]
-        made = before[0] if len(before) == 1 else build.call(aten.cat.default, before, dim)
+        made = build.side_by_side([self._of_one_row(n) for n in before], dim)
         place = build.call(aten.arange.default, self.all, device=node.meta["val"].device)
         own = build.call(aten.clamp.default, place, None, self.count - 1)
         learned = build.to(build.call(aten.index_select.default, made, dim, own), dtype)
         is_learned = build.call(aten.lt.Scalar, place, self.count)
-        rank = len(self.shapes[node])
-        is_learned = build.unsqueezed(is_learned, *range(1, rank - dim))
+        is_learned = build.unsqueezed(is_learned, *range(1, len(self.shapes[node]) - dim))
         self._replace(node, build.call(aten.where.self, is_learned, learned, build.to(last, dtype)))
         self.joined += 1
         return True

@@ -159,9 +159,8 @@ class Twins:
         for name, key in zip(view.key_names, view.keys, strict=True):
             divided = self.tokens.axes.get(key) == rows
             made[name] = self._fetched(builder, view, key) if divided else self.entering.enter(key)
-        for name in view.projection_names:
-            weight = getattr(view, name)
-            made[name] = None if weight is None else self.entering.enter(weight)
+        weights = {name: getattr(view, name) for name in view.projection_names}
+        made |= {name: self.entering.enter(w) for name, w in weights.items() if w is not None}
         reads = [
             self._own(builder, r, own_reads[n]) if n in own_reads else self.entering.enter(r)
             for n, r in enumerate(view.reads)
