@@ -93,11 +93,10 @@ class Vocabulary:
     def _chosen(self, node: fx.Node, table: fx.Node) -> fx.Node | None:
         """The numbers by which a node picks rows of the table; None where it does something else."""
         try:
-            _, at = self.meaning.places(node)
-            value = self.meaning.element(node, at)
-        except (Unliftable, TypeError):
+            at, value = self._moved(node)
+        except (Unliftable, TypeError, Unplaced):
             return None
-        if value.op != "read" or value.value is not table:
+        if value.value is not table:
             return None
         row, column = value.args
         numbers = [n for n in E.walk(row) if n.op == "read"]
