@@ -87,15 +87,22 @@ def of_groups(plan: Plan) -> dict[str, Any]:
         for n, width in enumerate(Dv) if width
     ]  # fmt: skip
     return {
-        "TILES_IN_FLIGHT": plan.blocks.stages, "BYTES": plan.dtype.itemsize,
+        **in_groups(plan),
         "KEY_PARTS": all_keys, "VALUE_PARTS": all_values, "WIDTH_OF_KEYS": sum(D), "WIDTH_IN_TILES": sum(Dv),
         "TOTALS": ", ".join(total for _, _, total, *_ in all_values), "PRODUCTS_OF_VALUES": len(all_values),
-        "SHIFT": Formulas(plan, "").shift(),  # of sizes and numbers alone
-        "REGISTERS": 240, "REGISTERS_OF_PRODUCER": 24,
-        "GIVEN": ", ".join(filter(None, arguments_of_reads(plan))),  # arguments of reads
         **absent("query_rest queries_rest key_rest keys_rest", unless=D[1] > 0),
         **absent("value_rest values_rest", unless=Dv[1] > 0),
         **absent("told all_told", unless=plan.fill is not None), **absent("line", unless=plan.listed),
+    }  # fmt: skip
+
+
+def in_groups(plan: Plan) -> dict[str, Any]:
+    """What all kernels with groups of warps know."""
+    return {
+        "TILES_IN_FLIGHT": plan.blocks.stages, "BYTES": plan.dtype.itemsize,
+        "SHIFT": Formulas(plan, "").shift(),  # of sizes and numbers alone
+        "REGISTERS": 240, "REGISTERS_OF_PRODUCER": 24,
+        "GIVEN": ", ".join(filter(None, arguments_of_reads(plan))),  # arguments of reads
         **versions.names(versions.installed()),
     }  # fmt: skip
 
@@ -165,23 +172,18 @@ def emit_backward_by_groups(plan: BackwardPlan) -> Kernel:
     kept = formulas.kept(masks)
     is_trusted = P.stays_trusted(plan.program)
     values = {
-        **known(plan, formulas), "KERNEL": "gradients",
+        **known(plan, formulas), **in_groups(plan), "KERNEL": "gradients",
         "D": plan.D, "DV": plan.Dv, "WIDTH": plan.D, "WIDTH_OF_VALUES": plan.Dv, "SCALE": plan.program.scale,
-        "TILES_IN_FLIGHT": plan.blocks.stages, "BYTES": plan.dtype.itemsize,
         "DTYPE": f"tl.{DTYPES[plan.dtype]}",
         "MASK": kept[0], "KEPT": kept[1] or True,  # which pairs lists of tiles leave
         "TILE": formulas.gradients((), masks or at_the_end(plan), (), turned=True),
         "TRUSTED": is_trusted, "TO_BITS": "RATE" if plan.is_linear else "LOG2E", "ORDERED": plan.ordered,
-        "SHIFT": Formulas(plan, "").shift(),
-        "REGISTERS": 240, "REGISTERS_OF_PRODUCER": 24,
-        "GIVEN": ", ".join(filter(None, arguments_of_reads(plan))),
         "NUMBERS": 1 if is_trusted else 2,  # of rows, by which weights are computed
         **absent("tops totals all_tops all_totals row_top row_total", unless=not is_trusted),
         **absent("lse all_lse row_lse", unless=is_trusted),
         **absent("turns", unless=plan.ordered), **absent("ranks", unless=plan.ordered and plan.listed),
         **absent("column_tiles column_counts column_b column_h", unless=plan.listed),
         **absent("unseen", unless=formulas.change.keeps_nan),
-        **versions.names(versions.installed()),
     }  # fmt: skip
     head = [
         f"{name_of(plan)}, backward, written by attngraph. For each batch b, head h, query q and key k:",

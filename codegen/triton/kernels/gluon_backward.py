@@ -279,11 +279,3 @@ def add_sums():
 
 # A number for each query of the tile.
 numbers_of = part(lambda all: tl.expand_dims(all.index(n % STAGES).load(gl.SliceLayout(0, SCORES)), 0))
-rows_in = part(lambda LAYOUT: tl.expand_dims(gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, LAYOUT)), 1))
-columns_in = part(lambda LAYOUT, COUNT: tl.expand_dims(gl.arange(0, COUNT, gl.SliceLayout(0, LAYOUT)), 0))
-room_for = part(
-    lambda described, count: gl.allocate_shared_memory(
-        described.dtype, [count] + described.block_type.shape, described.layout
-    )
-)
-barriers = part(lambda count: gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout()))

@@ -279,11 +279,3 @@ def hear_lowest(WARPS):
 by_rows = part(
     lambda numbers, LAYOUT: tl.expand_dims(gl.convert_layout(numbers, gl.SliceLayout(1, LAYOUT)), 1)
 )
-rows_in = part(lambda LAYOUT: tl.expand_dims(gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, LAYOUT)), 1))
-columns_in = part(lambda LAYOUT, COUNT: tl.expand_dims(gl.arange(0, COUNT, gl.SliceLayout(0, LAYOUT)), 0))
-room_for = part(
-    lambda described, count: gl.allocate_shared_memory(
-        described.dtype, [count] + described.block_type.shape, described.layout
-    )
-)
-barriers = part(lambda count: gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout()))
