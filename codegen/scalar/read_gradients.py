@@ -31,8 +31,6 @@ from attngraph.ir.language.score import DOT, SCORE, WEIGHT, Keep, Score, ScorePr
 from attngraph.ir.ops.kernels import Reads, Sizes, gradients
 
 ROWS, COLUMNS, PAIRS = "rows", "columns", "pairs"
-FLOATING = frozenset({"half", "float", "double"})
-"""Kinds of reads that have gradients."""
 PAIRS_AT_ONCE = 1 << 24
 """About how many sums of single pairs are held at once (64 MiB)."""
 PAIRS_ON_CPU = 1 << 18

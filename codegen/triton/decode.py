@@ -32,8 +32,6 @@ from attngraph.ir.ops.quantised import LARGEST
 
 FEW = 16
 """A row's keys are split among programs if it has at most this many new tokens."""
-PROGRAMS = 4
-"""Programs per multiprocessor with which measuring begins (`tuning.py`)."""
 LEAST_KEYS = 256
 """Keys that a part should have at least: with fewer, joining the parts costs more than it saves."""
 THREADS, REGISTERS = 2048, 1 << 16
@@ -144,7 +142,7 @@ class Decode:
             wide=max(*q.shape[1:3], longest + most, *map(abs, sizes[: program.sizes])) >= SMALL,
         )  # fmt: skip
         line = tuned_line(program, lanes, k.shape[3], v.shape[3], q.dtype)
-        programs = self._programs or tuned.programs(gpu.name_of(q.device)).get(line)
+        programs = self._programs or tuned.measured(gpu.name_of(q.device)).programs.get(line)
         each = programs or programs_in(plan, gpu.shared_of_multiprocessor(q.device))
         return Prepared(plan, each * gpu.multiprocessors(q.device), programs is not None, self._splits)
 

@@ -10,6 +10,9 @@ from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
+from attngraph.codegen.cpu.soft import UNDERFLOW
 from attngraph.codegen.scalar.read_gradients import COLUMNS, PAIRS, ROWS, ReadGradient, read_gradients
 from attngraph.codegen.triton import fold, versions
 from attngraph.codegen.triton import plan as P
@@ -288,7 +291,7 @@ def known(plan: Plan, formulas: Formulas) -> dict[str, Any]:
         "SHIFT": formulas.shift(),
         "LAST_KEYS": bool(at_the_end(plan)),  # the causal mask is a comparison with each query's last key
         "FILL": plan.fill is not None,  # tiles behind a finite fill are visited if no score is above LOW
-        "LOW": (plan.fill or 0.0) + P.UNDERFLOW, "LOWEST": LOWEST,
+        "LOW": (plan.fill or 0.0) + UNDERFLOW[torch.float32], "LOWEST": LOWEST,
         "KEEPS": NOTHING if plan.blocks.groups else "True",  # numbers of rows are columns
         "KEEPS_NAN": formulas.change.keeps_nan,  # of rows without keys
         "EXACT": '"ieee"' if DTYPES[plan.dtype] == "float32" and plan.exact else NOTHING,

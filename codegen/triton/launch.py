@@ -180,10 +180,8 @@ class Forward(Kernel):
         has_reads = any(reads[number].is_floating_point() for number in program.reads)
         line = tuned.key_of_call("backward", program, operands)
         blocks = self._blocks if self._blocks and not self._blocks.groups else None
-        blocks = blocks or tuned.find(name_of(q.device), line, q.shape[2]) or backward_blocks(
-            max(q.shape[3], v.shape[3]), q.dtype, shared_memory(q.device), has_reads, P.is_linear(program),
-            capability(q.device),
-        )  # fmt: skip
+        blocks = blocks or tuned.find(name_of(q.device), line, q.shape[2])
+        blocks = blocks or blocks_of_gradients(program, operands, has_reads)
         plan = plan_call(program, operands, reads, sizes, blocks)
         of_operands, of_reads = wanted_gradients(operands, reads)
         wanted = tuple(n for n in of_reads if n in program.reads)
@@ -247,11 +245,8 @@ def launch_forward(plan: Plan, operands: Operands, reads: Reads, sizes: Sizes) -
         if plan.blocks.ahead:
             arguments[1:3] = (described(t, plan.blocks.k) for t in (k, v))
         arguments += [stride for tensor in operands for stride in tensor.stride()]
-    if plan.listed:
-        lists = visits.find(plan.program, plan.blocks, operands, reads, sizes)
-        arguments += [lists.tiles, lists.counts, lists.b, lists.h]
-    arguments += store.read_arguments(plan, reads)
-    arguments += sizes[: plan.program.sizes]
+    arguments += _lists(plan, operands, reads, sizes)
+    arguments += [*store.read_arguments(plan, reads), *sizes[: plan.program.sizes]]
     programs = -(-Sq // plan.blocks.q) * B * Hq
     launch_kernel(load(plan), (programs,), arguments, store.launch_options(plan), q.device)
     return out, lse
@@ -279,6 +274,13 @@ def blocks_by_rule(program: ScoreProgram, operands: Operands) -> Blocks:
     q, _, v = operands
     shared, generation = shared_memory(q.device), capability(q.device)
     return choose_blocks(program, q.shape[3], v.shape[3], q.dtype, q.shape[2], shared, generation)
+
+
+def blocks_of_gradients(program: ScoreProgram, operands: Operands, has_reads: bool) -> Blocks:
+    """The same of the backward kernels."""
+    q, _, v = operands
+    width, about = max(q.shape[3], v.shape[3]), (shared_memory(q.device), has_reads, P.is_linear(program))
+    return backward_blocks(width, q.dtype, *about, capability(q.device))
 
 
 def plan_call(
@@ -383,15 +385,14 @@ def differentiate(
 
 
 def _lists(
-    plan: BackwardPlan, operands: Operands, reads: Reads, sizes: Sizes, turned: bool
-) -> list[Any]:  # fmt: skip
+    plan: Plan, operands: Operands, reads: Reads, sizes: Sizes, turned: bool = False
+) -> Sequence[Any]:  # fmt: skip
     """Lists of the tiles that blocks of queries visit, as arguments; `turned`: that blocks of keys do."""
     if not plan.listed:
         return []
     own, other = plan.blocks.q, plan.blocks.k
     tile = dataclasses.replace(plan.blocks, q=other, k=own) if turned else plan.blocks
-    found = visits.find(plan.program, tile, operands, reads, sizes, turned)
-    return [found.tiles, found.counts, found.b, found.h]
+    return visits.find(plan.program, tile, operands, reads, sizes, turned)
 
 
 def _ranks(tiles: Tensor, counts: Tensor, keys: int, blocks: Blocks) -> Tensor:
@@ -404,9 +405,7 @@ def _ranks(tiles: Tensor, counts: Tensor, keys: int, blocks: Blocks) -> Tensor:
 
 def prepares(plan: BackwardPlan, operands: Operands) -> BackwardPlan:
     """The plan whose first kernel makes what that of groups of warps needs of rows, and no gradients."""
-    q, _, v = operands
-    width, about = max(q.shape[3], v.shape[3]), (shared_memory(q.device), False, P.is_linear(plan.program))
-    blocks = backward_blocks(width, q.dtype, *about, capability(q.device))
+    blocks = blocks_of_gradients(plan.program, operands, has_reads=False)
     return dataclasses.replace(plan, blocks=blocks, operands=(False, False, False))
 
 

@@ -27,8 +27,6 @@ READS = {
 """The kind in which elements of each dtype are computed with. 8- and 16-bit integers are missing because
 PyTorch's arithmetic wraps around, and kernels compute in wider types."""
 
-UNDERFLOW = 104.0
-"""exp(-x) is exactly zero in float32 from here on."""
 WIDEST = 512
 """Wider heads do not fit in the registers of one program."""
 
@@ -218,8 +216,8 @@ def stays_trusted(program: ScoreProgram) -> bool:
 @functools.lru_cache(maxsize=1024)
 def largest_filled(program: ScoreProgram) -> float | None:
     """A number that no score hidden by a finite fill exceeds, whatever the operands; None if there is no such
-    fill, or none is known that is far from usual scores. Where a row's largest score is `UNDERFLOW` above it,
-    hidden keys weigh exactly zero."""
+    fill, or none is known that is far from usual scores. Where a row's largest score is `soft.UNDERFLOW`
+    above it, hidden keys weigh exactly zero."""
     if all(keep.is_hard for keep in program.keeps) or any(keep.lowers for keep in program.keeps):
         return None
     bound = score_bounds(program, dot=3e38).filled

@@ -73,16 +73,11 @@ def key_of_call(step: str, program: ScoreProgram, operands: Operands) -> str:
 def find(name: str, line: str, Sq: int) -> Blocks | None:
     """The blocks measured on the device of that name, or None. Without an entry for few queries, that for
     many is taken."""
-    known = table(name) if name else {}
+    known = measured(name).blocks
     blocks = known.get(line) or known.get(line.partition(_UP_TO)[0])
     if blocks is not None and Sq < blocks.q and not blocks.groups:
         return dataclasses.replace(blocks, q=padded(Sq), warps=min(blocks.warps, 4))
     return blocks
-
-
-def table(name: str) -> Mapping[str, Blocks]:
-    """The blocks of a device."""
-    return measured(name).blocks
 
 
 _written = 0
@@ -93,14 +88,10 @@ def changes() -> int:
     return _written
 
 
-def programs(name: str) -> Mapping[str, int]:
-    """The best measured number of programs per multiprocessor, for attention over a cache."""
-    return measured(name).programs
-
-
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """The contents of a file, and the version of Triton that it was measured with."""
+    """The contents of a file: blocks, for attention over a cache the best number of programs per
+    multiprocessor, and the version of Triton that these were measured with."""
 
     blocks: Mapping[str, Blocks]
     programs: Mapping[str, int]

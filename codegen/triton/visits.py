@@ -15,7 +15,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,8 +38,7 @@ _KEPT = 64
 """How many lists that depend on shapes alone are cached."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Visits:
+class Visits(NamedTuple):
     """`tiles` `[rows, blocks of k]`: numbers of blocks of keys, int32; `counts` `[rows, 3]`: how many are
     open, how many of these and the next have a key before a fill, and how many there are in all. Block i of
     queries of batch b and head h has row b * `b` + h * `h` + i."""
@@ -110,7 +109,7 @@ def _from_shapes(program: ScoreProgram, grid: Grid, device: torch.device, turned
     if known is None:
         has_fill = P.largest_filled(program) is not None
         found = _listed(*_maps(program, grid, tiles.block_map, has_fill), grid, turned)
-        known = dataclasses.replace(found, tiles=found.tiles.to(device), counts=found.counts.to(device))
+        known = found._replace(tiles=found.tiles.to(device), counts=found.counts.to(device))
     _of_shapes[key] = known
     _of_shapes.move_to_end(key)
     if len(_of_shapes) > _KEPT:

@@ -21,7 +21,7 @@ from torch._subclasses import FakeTensorMode
 
 import attngraph.codegen  # noqa: F401  (registers the kernels)
 from attngraph.codegen.remarks import UnsupportedError
-from attngraph.codegen.scalar.read_gradients import FLOATING, Totals, read_gradients
+from attngraph.codegen.scalar.read_gradients import Totals, read_gradients
 from attngraph.codegen.triton import attempts, device, launch, store, tuned, visits
 from attngraph.codegen.triton.blocks import backward_blocks, blocks_for, decode_blocks
 from attngraph.codegen.triton.emit import emit, emit_backward, emit_decode, emit_sums
@@ -59,7 +59,8 @@ def backward_plan(text: str, D: int = 64, reads: tuple[Read, ...] = (), **change
     """With the gradients of everything floating that is read."""
     made = plan(text, D, reads, **changes)
     fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
-    return BackwardPlan(**fields, wanted=tuple(r.number for r in reads if r.kind in FLOATING))
+    wanted = tuple(r.number for r in reads if r.kind in ("half", "float", "double"))
+    return BackwardPlan(**fields, wanted=wanted)
 
 
 # --- the source -------------------------------------------------------------------------------------
@@ -344,7 +345,7 @@ def test_measured_block_sizes_are_read_back() -> None:
     tuned.add("NVIDIA H200", {"forward, a": Blocks(64, 32, 4, 2)})
     tuned.add("NVIDIA H200", {"forward, b": Blocks(128, 64, 8, 3)})
     tuned.add("NVIDIA H200", {"forward, c": Blocks(64, 32, split=True), "d": Blocks(64, 32, ahead=True)})
-    assert tuned.table("NVIDIA H200") == {
+    assert tuned.measured("NVIDIA H200").blocks == {
         "forward, a": Blocks(64, 32, 4, 2), "forward, b": Blocks(128, 64, 8, 3),
         "forward, c": Blocks(64, 32, split=True), "d": Blocks(64, 32, ahead=True),
     }  # fmt: skip
@@ -365,7 +366,7 @@ def test_measured_block_sizes_are_read_back() -> None:
 def test_a_table_that_is_none_is_not_used(text: str, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     store.directory()
     (cache / "tuned_a_gpu.json").write_text(text)
-    assert tuned.table("A GPU") == {}
+    assert tuned.measured("A GPU").blocks == {}
     assert "is no table of block sizes" in caplog.text
 
 
@@ -374,10 +375,11 @@ def test_a_table_of_another_triton_is_told_and_begun_anew(
 ) -> None:
     store.directory()
     (cache / "tuned_a_gpu.json").write_text('{"triton": "2.0", "blocks": {"a": [64, 64, 4, 2]}}')
-    assert tuned.table("A GPU") == {"a": Blocks(64, 64, 4, 2)} and tuned.programs("A GPU") == {}
+    found = tuned.measured("A GPU")
+    assert found.blocks == {"a": Blocks(64, 64, 4, 2)} and found.programs == {}
     assert caplog.text.count("was measured with Triton 2.0") == 1
     tuned.add("A GPU", {"b": Blocks(32, 32, 4, 1)})
-    assert tuned.table("A GPU") == {"b": Blocks(32, 32, 4, 1)}
+    assert tuned.measured("A GPU").blocks == {"b": Blocks(32, 32, 4, 1)}
     assert caplog.text.count("was measured with") == 1
 
 

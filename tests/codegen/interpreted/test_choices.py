@@ -260,7 +260,7 @@ def test_tiles_and_splits_over_a_cache_are_measured_stored_and_used(monkeypatch:
     )
     line = "decode of 16 queries, float32, 16 wide, values 16, causal"
     assert found == {line: fastest[0]} and len(set(tried)) == len(tried) > 20
-    assert tuned.programs("A GPU/2") == {line: 8}
+    assert tuned.measured("A GPU/2").programs == {line: 8}
     real = decode.launch_decode
     monkeypatch.setattr(device, "name_of", lambda where: "A GPU/2")
     monkeypatch.setattr(decode, "launch_decode", lambda *a: (plans.append((a[0], a[7])), real(*a))[1])
