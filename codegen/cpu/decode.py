@@ -16,15 +16,14 @@ from torch import Tensor
 from attngraph.codegen.cpu import native, source
 from attngraph.codegen.cpu.call import BLOCK_K, BLOCK_Q, Library, Run, library
 from attngraph.codegen.cpu.native import Link
-from attngraph.codegen.cpu.operands import attention_fits, most_tokens, rows_fit, table_range
+from attngraph.codegen.cpu.operands import OverCache, attention_fits, most_tokens, rows_fit, table_range
 from attngraph.codegen.cpu.source import Plan
 from attngraph.codegen.remarks import UnsupportedError
 from attngraph.codegen.scalar.weights import is_multiple
 from attngraph.ir.dtypes import FLOATS, SCALED
 from attngraph.ir.language.score import ScoreProgram, Weight
-from attngraph.ir.ops import memory
-from attngraph.ir.ops.cached_attention import UNSCALED, Pair, Rows, Scales, counts, only, row_by_row
-from attngraph.ir.ops.kernels import Reads, Sizes
+from attngraph.ir.ops.cached_attention import Pair, Rows, counts, only, row_by_row
+from attngraph.ir.ops.kernels import Reads, empty_result
 from attngraph.meaning.masks.causal import examine
 
 LONG = 1 << 24
@@ -42,30 +41,29 @@ class Decode:
 
     name = "cpu.decode"
 
-    def attend(
-        self, program: ScoreProgram, q: Tensor, new: Pair, pages: Pair, reads: Reads, sizes: Sizes,
-        rows: Rows, scales: Scales = UNSCALED, lse: Tensor | None = None,
-    ) -> Tensor | None:  # fmt: skip
+    def attend(self, *given: Any, **named: Any) -> Tensor | None:
+        call = OverCache(*given, **named)
+        q, lse = call.q, call.lse
         if not q.is_cpu or 0 in q.shape[2:]:  # dots of no width are zero: left to the general way
             return None
-        about = _about(rows)
-        are_long = [] if program.in_order else about.are_long(q.shape[1])
+        about = _about(call.rows)
+        are_long = [] if call.program.in_order else about.are_long(q.shape[1])
         if len(are_long) and all(are_long):
             return None
-        made = _prepare(program, q, pages, reads)
+        made = _prepare(call)
         if made is None:
             return None
         if not any(are_long):
-            return made.attend(q, new, pages, reads, tuple(sizes), about, scales, lse)
-        out = _empty(q, pages[1].shape[3])
+            return made.attend(call, about)
+        out = _empty(call)
         for is_long in (False, True):
-            tokens, own = only([is_long == one for one in are_long], rows)
-            here = q.index_select(2, tokens)
-            sums = None if lse is None else lse.new_empty(here.shape[:3])
-            k, v = (n if n.shape[2] == 0 else n.index_select(2, tokens) for n in new)
-            part: Tensor | None = (
-                row_by_row(program, here, (k, v), pages, reads, sizes, own, "cpu", scales, sums) if is_long
-                else made.attend(here, (k, v), pages, reads, tuple(sizes), _Rows(own), scales, sums)
+            tokens, rows = only([is_long == one for one in are_long], call.rows)
+            k, v = (n if n.shape[2] == 0 else n.index_select(2, tokens) for n in call.new)
+            own = call._replace(q=q.index_select(2, tokens), new=(k, v), rows=rows)
+            sums = None if lse is None else lse.new_empty(own.q.shape[:3])
+            part = (
+                row_by_row(*own[:7], "cpu", own.scales, sums) if is_long
+                else made.attend(own._replace(lse=sums), _Rows(rows))
             )  # fmt: skip
             if part is None:
                 return None
@@ -74,19 +72,14 @@ class Decode:
                 lse.index_copy_(2, tokens, sums)
         return out
 
-    def link(
-        self, program: ScoreProgram, q: Tensor, new: Pair, pages: Pair,
-        reads: Reads, sizes: Sizes, rows: Rows, scales: Scales = UNSCALED,
-    ) -> Link | None:  # fmt: skip
+    def link(self, call: OverCache) -> Link | None:
         """The call that `attend` makes, ready to run; None if it is not supported."""
-        about = _Rows(rows)
-        are_long = not program.in_order and any(about.are_long(q.shape[1]))
+        q, about = call.q, _Rows(call.rows)
+        are_long = not call.program.in_order and any(about.are_long(q.shape[1]))
         if not q.is_cpu or 0 in q.shape[2:] or are_long:
             return None
-        made = _prepare(program, q, pages, reads)
-        if made is None:
-            return None
-        return made.link(q, new, pages, reads, tuple(sizes), about, scales, torch.get_num_threads())
+        made = _prepare(call)
+        return None if made is None else made.link(call, about, torch.get_num_threads())
 
     @staticmethod
     def most_kept(program: ScoreProgram, q: Tensor, reads: Reads) -> int:
@@ -96,33 +89,26 @@ class Decode:
         return min(LONG // (heads * tokens) - tokens // 2, most_tokens(program, reads) - tokens)
 
     def source(self, program: ScoreProgram, q: Tensor, pages: Pair, reads: Reads) -> str:
-        if not q.is_cpu or not _serves(program, q, pages):
-            return ""
+        plan = _plan(program, q, pages, reads) if q.is_cpu else None
         try:
-            return source.write(_plan(program, q.dtype, tuple(r.dtype for r in reads), pages[0].dtype)).text
+            return "" if plan is None else source.write(plan).text
         except UnsupportedError:
             return ""
 
 
-def _serves(program: ScoreProgram, q: Tensor, pages: Pair) -> bool:
-    """Whether there is C for such queries and pages."""
+def _plan(program: ScoreProgram, q: Tensor, pages: Pair, reads: Reads) -> Plan | None:
+    """The plan for such queries and pages; None if there is no C for them."""
     k, v = pages
     if q.dtype not in FLOATS or k.dtype != v.dtype or k.dtype not in (*FLOATS, *SCALED):
-        return False
-    return max(q.shape[3], v.shape[3]) <= WIDEST
+        return None
+    if max(q.shape[3], v.shape[3]) > WIDEST:
+        return None
+    dtypes, kept = tuple(r.dtype for r in reads), None if k.dtype == q.dtype else k.dtype
+    return Plan(program.without_scale, q.dtype, dtypes, kept=kept)
 
 
-def _plan(
-    program: ScoreProgram, dtype: torch.dtype, reads: tuple[torch.dtype, ...], kept: torch.dtype
-) -> Plan:
-    return Plan(program.without_scale, dtype, reads, kept=None if kept == dtype else kept)
-
-
-def _empty(q: Tensor, width: int) -> Tensor:
-    """Memory for the result, with the heads of a token contiguous."""
-    _, heads, tokens, _ = q.shape
-    strides = (tokens * heads * width, width, heads * width, 1)
-    return memory.empty_strided((1, heads, tokens, width), strides, q.dtype, q.device)
+def _empty(call: OverCache) -> Tensor:
+    return empty_result(call.q, (*call.q.shape[:3], call.pages[1].shape[3]))
 
 
 class _Prepared:
@@ -136,17 +122,14 @@ class _Prepared:
         self.window = 0 if exact else examine(program, True, frozenset()).window or 0
         self.function = made.code.attngraph_decode
 
-    def attend(
-        self, q: Tensor, new: Pair, pages: Pair, reads: Reads,
-        sizes: tuple[int, ...], rows: "_Rows", scales: Scales, lse: Tensor | None = None,
-    ) -> Tensor | None:  # fmt: skip
-        made = self.link(q, new, pages, reads, sizes, rows, scales)
+    def attend(self, given: OverCache, rows: "_Rows") -> Tensor | None:
+        made = self.link(given, rows)
         if made is None:
             return None
         call = made.argument
-        if lse is not None:
-            call.lse = lse.data_ptr()
-        items = self.items(q, pages[0], rows) * call.parts
+        if given.lse is not None:
+            call.lse = given.lse.data_ptr()
+        items = self.items(given.q, given.pages[0], rows) * call.parts
         native.run(self.function, call, min(torch.get_num_threads(), items))
         return None if call.bad else made.results[0]
 
@@ -160,30 +143,16 @@ class _Prepared:
         blocks = most if whatever_lengths else rows.blocks(step)
         return blocks * k.shape[1] * -(-group // BLOCK_Q)
 
-    def link(
-        self, q: Tensor, new: Pair, pages: Pair, reads: Reads,
-        sizes: tuple[int, ...], rows: "_Rows", scales: Scales, at_once: int | None = None,
-    ) -> Link | None:  # fmt: skip
+    def link(self, given: OverCache, rows: "_Rows", at_once: int | None = None) -> Link | None:
         """The call, ready to run. With `at_once` threads, whatever the rows' lengths will be; else for these
         rows, by as many threads as there are items."""
-        k, v = pages
+        q, new, (k, v), scales = given.q, given.new, given.pages, given.scales
         if any((by is None) == (k.dtype in SCALED) for by in scales):
             return None
-        fits = rows.fit(q.shape[2], k.shape[0]) and attention_fits(
-            self.program,
-            q,
-            new,
-            pages,
-            reads,
-            sizes,
-            scales,
-            rows.count,
-            rows.queries,
-            rows.keys if new[0].shape[2] else rows.longest,
-        )
-        if not fits:
+        keys = rows.keys if new[0].shape[2] else rows.longest
+        if not rows.fit(q.shape[2], k.shape[0]) or not attention_fits(given, rows.count, rows.queries, keys):
             return None
-        run = Run(self.made, self.program, (q, k, v), reads, sizes)
+        run = Run(self.made, self.program, (q, k, v), given.reads, tuple(given.sizes))
         if not (run.set_numbers() and run.set_reads()):
             return None
         are_copied = run.q is not q or run.k is not k or run.v is not v
@@ -191,7 +160,7 @@ class _Prepared:
             return None  # copies would keep the values of this call
         (q, k, v), call = (run.q, run.k, run.v), run.call
         (_, h, _, d), dv = q.shape, v.shape[3]
-        out = _empty(q, dv)
+        out = _empty(given)
         run.place(q=q, out=out)
         _move_pages(call, k, v, *scales)
         call.B, call.H, call.Hkv, call.Sq, call.D, call.Dv = rows.count, h, k.shape[1], q.shape[2], d, dv
@@ -252,14 +221,14 @@ def _step(group: int) -> int:
 _known: dict[tuple[object, ...], _Prepared | None] = {}
 
 
-def _prepare(program: ScoreProgram, q: Tensor, pages: Pair, reads: Reads) -> _Prepared | None:
+def _prepare(call: OverCache) -> _Prepared | None:
     """What serves such a call, looked up by the program's text, because comparing programs would dominate a
     call's cost."""
-    dtypes, (k, v) = tuple(r.dtype for r in reads), pages
+    program, q, (k, v), dtypes = call.program, call.q, call.pages, tuple(r.dtype for r in call.reads)
     key = (program.text, q.dtype, dtypes, k.dtype, v.dtype, q.shape[3], v.shape[3])
     if key not in _known:
-        serves = _serves(program, q, pages)
-        found = library(_plan(program, q.dtype, dtypes, k.dtype)) if serves else None
+        plan = _plan(program, q, call.pages, call.reads)
+        found = None if plan is None else library(plan)
         _known[key] = _Prepared(found, program) if isinstance(found, Library) else None
     return _known[key]
 

@@ -7,14 +7,29 @@ calls that are recorded and run again, are those of the state that the decoder k
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attngraph.ir.language.score import ScoreProgram
-from attngraph.ir.ops.cached_attention import Scales, numbers_of
+from attngraph.ir.ops.cached_attention import UNSCALED, Pair, Rows, Scales, numbers_of
 from attngraph.ir.ops.kernels import Reads, Sizes
+
+
+class OverCache(NamedTuple):
+    """A call of attention over a cache, with what `CachedKernel.attend` is given."""
+
+    program: ScoreProgram
+    q: Tensor
+    new: Pair
+    pages: Pair
+    reads: Reads
+    sizes: Sizes
+    rows: Rows
+    scales: Scales = UNSCALED
+    lse: Tensor | None = None
 
 
 def rows_fit(tokens: int, starts: Tensor, *of_rows: Tensor) -> bool:
@@ -36,13 +51,10 @@ def table_range(table: Tensor, rows: int) -> tuple[int, int] | None:
     return (low, high) if low >= 0 else None
 
 
-def attention_fits(
-    program: ScoreProgram, q: Tensor, new: Sequence[Tensor], pages: Sequence[Tensor],
-    reads: Reads, sizes: Sizes, scales: Scales, rows: int, queries: int, keys: int,
-) -> bool:  # fmt: skip
+def attention_fits(call: OverCache, rows: int, queries: int, keys: int) -> bool:
     """Whether queries, new keys and pages go together, and what the program reads at a position or a row is
     there. `queries`, `keys`: how many positions there are at most, in any of the rows."""
-    (k, v), (k_new, v_new) = pages, new
+    q, (k, v), (k_new, v_new) = call.q, call.pages, call.new
     if any(t.ndim != 4 for t in (q, k, v, k_new, v_new)) or q.shape[0] != 1 or not k.shape[1]:
         return False
     heads, tokens, width = q.shape[1:]
@@ -55,10 +67,11 @@ def attention_fits(
         return False
     if count and v_new.shape[3] != v.shape[3]:
         return False
-    if any(by is not None and (by.shape != k.shape[:3] or by.dtype is not torch.float32) for by in scales):
+    scales = [by for by in call.scales if by is not None]
+    if any(by.shape != k.shape[:3] or by.dtype is not torch.float32 for by in scales):
         return False
     extents = {"b": rows, "h": heads, "q": queries, "k": keys}
-    return program.sizes <= len(sizes) and _reads_fit(program, reads, extents)
+    return call.program.sizes <= len(call.sizes) and _reads_fit(call.program, call.reads, extents)
 
 
 def _reads_fit(program: ScoreProgram, reads: Reads, extents: Mapping[str, int]) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
+from attngraph.codegen.cpu.operands import OverCache
 from attngraph.codegen.scalar.form import SMALL
 from attngraph.codegen.scalar.read_ranges import are_in_range
 from attngraph.codegen.triton import attempts, store, tuned
@@ -26,8 +27,8 @@ from attngraph.codegen.triton.launch import is_served, unsupported
 from attngraph.codegen.triton.plan import DTYPES, READS, WIDEST, Blocks, DecodePlan, Read, padded, window_of
 from attngraph.codegen.triton.store import is_wide, launch_kernel, loading
 from attngraph.ir.language.score import ScoreProgram
-from attngraph.ir.ops.cached_attention import UNSCALED, Counts, Pair, Rows, Scales, counts, told
-from attngraph.ir.ops.kernels import Reads, Sizes
+from attngraph.ir.ops.cached_attention import Counts, Pair, counts, told
+from attngraph.ir.ops.kernels import Reads
 from attngraph.ir.ops.quantised import LARGEST
 
 FEW = 16
@@ -55,36 +56,32 @@ class Decode:
         self._blocks, self._splits, self._programs = blocks, splits, programs
         self._plans: KeptPlans[Prepared | None] = KeptPlans()
 
-    def attend(
-        self, program: ScoreProgram, q: Tensor, new: Pair, pages: Pair, reads: Reads, sizes: Sizes,
-        rows: Rows, scales: Scales = UNSCALED, lse: Tensor | None = None,
-    ) -> Tensor | None:  # fmt: skip
+    def attend(self, *given: Any, **named: Any) -> Tensor | None:
+        call = OverCache(*given, **named)
+        program, q, new, pages, reads, sizes, *_ = call
         if q.shape[2] == 0 or gpu.no_device(q) is not None:
             return None
-        if _is_part(pages[1], pages[0]) and not _are_equal(*scales):
+        if _is_part(pages[1], pages[0]) and not _are_equal(*call.scales):
             return None
-        about = counts_for(rows, q, pages[0], new[0].shape[2] == 0)
+        about = counts_for(call)
         brought = [n for n in about.new if n]
         if not brought or (min(brought) > FEW and not program.in_order):
             return None
         longest = max(about.held) + max(brought)
         lie_alike = _is_part(pages[1], pages[0]), _is_part(new[1], new[0])
-        columns = rows.table.shape[1]
         shapes = key_of(program, (q, *new, *pages), reads, sizes)
-        key = shapes, lie_alike, max(brought), longest >= SMALL, columns > 1
+        key = shapes, lie_alike, max(brought), longest >= SMALL, call.rows.table.shape[1] > 1
 
         def prepare() -> Prepared | None:
-            served = self._serves(program, q, pages, reads)
-            return self.prepare(program, q, new, pages, reads, sizes, about, columns) if served else None
-
-        def launch(plan: DecodePlan) -> Tensor:
-            return launch_decode(plan, q, new, pages, reads, sizes, rows, splits, scales, lse)
+            return self.prepare(call, about) if self._serves(program, q, pages, reads) else None
 
         found, extents = self._plans.get(key, prepare), _extents(q, new[0], about)
         if found is None or not are_in_range(program, extents, reads, sizes, torch.float32):
             return None
         splits = found.parts(about, pages[0].shape[1])
-        return attempts.run(found.plan, q.device, launch, lambda: None)
+        return attempts.run(
+            found.plan, q.device, lambda plan: launch_decode(plan, call, splits), lambda: None
+        )
 
     def source(self, program: ScoreProgram, q: Tensor, pages: Pair, reads: Reads) -> str:
         """The module of both kernels. Emitting it needs no GPU; for tensors on a CPU it exists
@@ -127,15 +124,12 @@ class Decode:
             page=0 if columns == 1 else k.shape[2], exact=gpu.is_exact(q),
         )  # fmt: skip
 
-    def prepare(
-        self, program: ScoreProgram, q: Tensor, new: Pair, pages: Pair,
-        reads: Reads, sizes: Sizes, about: Counts, columns: int = 1,
-    ) -> "Prepared":  # fmt: skip
-        """The plan of a call, whose rows have at most so many pages (columns of the table)."""
-        k, v = pages
+    def prepare(self, call: OverCache, about: Counts) -> "Prepared":
+        """The plan of a call."""
+        program, q, new, (k, v), reads, sizes, rows, *_ = call
         most, longest = max(about.new), max(about.held)
         lanes = q.shape[1] // k.shape[1] * most
-        plan = self._plan_for(program, q, pages, reads, lanes, columns)
+        plan = self._plan_for(program, q, (k, v), reads, lanes, rows.table.shape[1])
         plan = dataclasses.replace(
             plan, shared=plan.shared and (new[0].shape[2] == 0 or _is_part(new[1], new[0])),
             reads=tuple(dataclasses.replace(r, wide=is_wide(reads[r.number])) for r in plan.reads),
@@ -196,11 +190,12 @@ def parts_for(items: int, places: int, most: int) -> int:
     return next(n for n, found in enumerate(busy, 1) if found >= 0.85 * max(busy))
 
 
-def counts_for(rows: Rows, q: Tensor, k: Tensor, are_fixed: bool) -> Counts:
+def counts_for(call: OverCache) -> Counts:
     """The rows of a call as numbers: how many keys a row has is at most what its pages hold, which is enough
     to know where keys are fixed. Of a call that a CUDA graph captures it is what holds in every replay: each
     row brings as many tokens as now."""
-    starts, first, room = told(rows.starts), told(rows.first), rows.table.shape[1] * k.shape[2]
+    q, rows, are_fixed = call.q, call.rows, call.new[0].shape[2] == 0
+    starts, first, room = told(rows.starts), told(rows.first), rows.table.shape[1] * call.pages[0].shape[2]
     full = [room] * rows.table.shape[0]
     if gpu.is_captured(q.device):
         new = [q.shape[2]] * len(full) if starts is None else _differences(starts)
@@ -227,15 +222,12 @@ def tuned_line(program: ScoreProgram, lanes: int, D: int, Dv: int, dtype: torch.
     return tuned.key(f"decode of {padded(lanes)} queries", program, D, Dv, dtype)
 
 
-def launch_decode(
-    plan: DecodePlan, q: Tensor, new: Pair, pages: Pair, reads: Reads, sizes: Sizes, rows: Rows, splits: int,
-    scales: Scales = UNSCALED, lse: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+def launch_decode(plan: DecodePlan, call: OverCache, splits: int) -> Tensor:
     """The output, by the plan's two kernels, with each row's keys split into `splits` parts. The log-sum-exps
     are written to `lse`, float32 `[1, heads, N]`."""
-    (k, v), (k_new, v_new) = pages, new
+    _, q, (k_new, v_new), (k, v), reads, sizes, rows, scales, lse = call
     _, heads, tokens, _ = q.shape
-    most = max(counts_for(rows, q, k, k_new.shape[2] == 0).new)
+    most = max(counts_for(call).new)
     shares = -(-plan.group * most // plan.blocks.q)
     items = rows.table.shape[0] * k.shape[1]
     parts, dv = items * splits * shares * plan.blocks.q, v.shape[3]

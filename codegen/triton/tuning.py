@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from attngraph.codegen.cpu.operands import OverCache
 from attngraph.codegen.cpu.tiled import Tiled
 from attngraph.codegen.scalar.read_gradients import wanted_gradients
 from attngraph.codegen.triton import decode, device, launch, tuned
@@ -149,20 +150,18 @@ def _over_cache(
 ) -> _Choices[tuple[Blocks, int]]:
     """Tiles, and the number of parts of the keys (as programs per multiprocessor)."""
     q, k, v = operands
-    about = counts(rows)
+    given, about = OverCache(program, q, (k, v), pages, reads, sizes, rows), counts(rows)
     lanes, width = q.shape[1] // pages[0].shape[1] * max(about.new), max(q.shape[3], pages[1].shape[3])
     shared, generation = device.shared_memory(q.device), device.capability(q.device)
     first = decode_blocks(lanes, width, q.dtype, shared, capability=generation)
     options = [(blocks, n) for blocks in (first, *decode_choices(first, width)) for n in _PROGRAMS]
 
     def call(choice: tuple[Blocks, int]) -> Results:
-        kernel = decode.Decode(choice[0], programs=choice[1])
-        made = kernel.prepare(program, q, (k, v), pages, reads, sizes, about, rows.table.shape[1])
-        splits = made.parts(about, pages[0].shape[1])
-        return [decode.launch_decode(made.plan, q, (k, v), pages, reads, sizes, rows, splits)]
+        made = decode.Decode(choice[0], programs=choice[1]).prepare(given, about)
+        return [decode.launch_decode(made.plan, given, made.parts(about, pages[0].shape[1]))]
 
     def wanted() -> Results:
-        return [row_by_row(program, q, (k, v), pages, reads, sizes, rows, "reference")]
+        return [row_by_row(*given[:7], "reference")]
 
     line = decode.tuned_line(program, lanes, q.shape[3], pages[1].shape[3], q.dtype)
     return _Choices(line, options, call, wanted)

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import attngraph
+from attngraph.codegen.cpu.operands import OverCache
 from attngraph.codegen.triton import attempts, decode, device, launch, store, tuned, visits
 from attngraph.codegen.triton.decode import Decode
 from attngraph.codegen.triton.emit import OF_KEYS, OF_QUERIES
@@ -170,8 +171,10 @@ def plan_of(text: str, held: list[int], rows: int, **kernel: Any) -> tuple[Decod
         q = torch.empty(1, 32, rows, 128, dtype=torch.float16, device=CUDA)
         k = torch.empty(1, 8, rows, 128, dtype=torch.float16, device=CUDA)
         pages = torch.empty(rows, 8, max(held), 128, dtype=torch.float16, device=CUDA)
-        about = Counts([1] * rows, held, held)
-        found = Decode(**kernel).prepare(parse(text), q, (k, k), (pages, pages), [], (), about)
+        about, starts = Counts([1] * rows, held, held), torch.zeros(rows + 1)
+        of_rows = Rows(starts[1:, None], starts, starts[1:], starts[1:])
+        call = OverCache(parse(text), q, (k, k), (pages, pages), [], (), of_rows)
+        found = Decode(**kernel).prepare(call, about)
         return found.plan, found.parts(about, 8)
 
 
@@ -227,9 +230,10 @@ def test_during_a_capture_nothing_is_concluded_from_the_lengths_of_the_moment(
     starts, held = tell(torch.tensor([0, 1, 2]), [0, 1, 2]), torch.tensor([5, 9])
     q, pages = torch.empty(1, 4, 2, 16), torch.empty(6, 2, 8, 16)
     rows = Rows(torch.zeros(2, 3, dtype=torch.int64), starts, held, held)
-    assert decode.counts_for(rows, q, pages, False) == Counts([1, 1], [24, 24], [24, 24])
+    call = OverCache(parse(""), q, (q, q), (pages, pages), [], (), rows)
+    assert decode.counts_for(call) == Counts([1, 1], [24, 24], [24, 24])
     unknown = rows._replace(starts=torch.tensor([0, 1, 2]))
-    assert decode.counts_for(unknown, q, pages, False).new == [2, 2]
+    assert decode.counts_for(call._replace(rows=unknown)).new == [2, 2]
 
 
 # --- plans --------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from attngraph.codegen.cpu.carried import link_of, may_be_copy, sums_of, windows
 from attngraph.codegen.cpu.decode import Decode
 from attngraph.codegen.cpu.loops import step_of
 from attngraph.codegen.cpu.native import Link
+from attngraph.codegen.cpu.operands import OverCache
 from attngraph.codegen.cpu.tokens.run import TOKENS
 from attngraph.ir.graph.program_graph import Input, ProgramGraph, Rate
 from attngraph.ir.ops import nodes
@@ -188,17 +189,14 @@ class Links:
             return None  # compiled code can be told where an input is
         if not self.kinds.are_of_the_state(pages, view.table, view.starts, view.first, view.held):
             return None
-        settled = self._settled
-        q, reads = settled(view.q), list(map(settled, view.reads))
-        k_scales, v_scales = (None if s is None else settled(s) for s in (view.k_scales, view.v_scales))
-        link = _DECODE.link(
-            view.program, q, (settled(view.k), settled(view.v)),
-            (settled(view.k_pages), settled(view.v_pages)), reads,
-            fx.map_arg(view.sizes, self.values.__getitem__),
-            Rows(*map(settled, (view.table, view.starts, view.first, view.held))), (k_scales, v_scales),
+        of: Any = nodes.called(node.target, *fx.map_arg((node.args, node.kwargs), self._settled))
+        call = OverCache(
+            of.program, of.q, (of.k, of.v), (of.k_pages, of.v_pages), of.reads, of.sizes,
+            Rows(of.table, of.starts, of.first, of.held), (of.k_scales, of.v_scales),
         )  # fmt: skip
+        link = _DECODE.link(call)
         if link is not None:
-            most = _DECODE.most_kept(view.program, q, reads)
+            most = _DECODE.most_kept(call.program, call.q, call.reads)
             self.readers.append(Reader(link, pages, self.kinds.placeholders.index(view.first), most))
         return link
 

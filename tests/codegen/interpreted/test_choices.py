@@ -263,7 +263,7 @@ def test_tiles_and_splits_over_a_cache_are_measured_stored_and_used(monkeypatch:
     assert tuned.measured("A GPU/2").programs == {line: 8}
     real = decode.launch_decode
     monkeypatch.setattr(device, "name_of", lambda where: "A GPU/2")
-    monkeypatch.setattr(decode, "launch_decode", lambda *a: (plans.append((a[0], a[7])), real(*a))[1])
+    monkeypatch.setattr(decode, "launch_decode", lambda *a: (plans.append((a[0], a[2])), real(*a))[1])
     program, whole = parse("keep k <= q"), [t[:3].transpose(0, 1).flatten(1, 2) for t in pages]
     out = Decode().attend(program, q, (k, v), (pages[0], pages[1]), [], (), rows)
     assert out is not None and plans[0][0].blocks == fastest[0] and plans[0][1] == 2
