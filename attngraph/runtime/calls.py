@@ -1,7 +1,7 @@
 """What every call of a decoder does: pack prompts, find their step, give it its arguments and a state."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,16 @@ class Calls:
     def step_of(self, state: KVCache) -> Step:
         """The graph that goes on with a state (`DerivedSteps.of_state`)."""
         return self.derived.of_state(state)
+
+    def last_logits(
+        self, state: KVCache, parts: Sequence[Tensor], unfinished: Collection[int] = ()
+    ) -> Tensor:
+        """Those of the last of each row's new tokens, `[R, V]`, for rows that get some. `parts`: the new
+        tokens of each row, `[T]`. `unfinished`: as for `begin`."""
+        step, packed = self.step_of(state), Packed.of_rows([part.to(state.device) for part in parts])
+        given, last = {step.name: packed.ids}, packed.last()
+        with state.changing():
+            return step.advance(state, packed.counts, given, last, unfinished=unfinished)[0]
 
     def begin(
         self, step: Step, packed: Packed, inputs: Mapping[str, Any], picked: Tensor | None = None,

@@ -189,14 +189,14 @@ class Continuation:
         places = [different.index(_ids(row)) for row in rows]
         firsts = [rows[places.index(n)] for n in range(len(different))]
         if saved >= WORTH_SHARING:
-            head = Packed(firsts[0][:shared].unsqueeze(0), [shared])
+            head = Packed.of_rows([firsts[0][:shared]])
             _, self.state = self.calls.begin(step, head, {}, head.last(), own, unfinished=[0])
             self.state.reorder([0] * len(firsts))
             firsts = [row[shared:] for row in firsts]
-            tails = Packed(torch.cat(firsts).unsqueeze(0), [*map(len, firsts)])
+            tails = Packed.of_rows(firsts)
             found, state = self._advanced(tails.ids[0], tails.counts, tails.last()), self.state
         else:
-            once = Packed(torch.cat(firsts).unsqueeze(0), [*map(len, firsts)])
+            once = Packed.of_rows(firsts)
             whole, state = self.calls.begin(step, once, {}, once.last(), own, joined=bool(self._joined))
             found = whole[0]
         if places != list(range(len(firsts))):

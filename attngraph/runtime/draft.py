@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from attngraph.runtime.calls import Calls
 from attngraph.runtime.generate import Propose
-from attngraph.runtime.packing import Packed, equal_tokens
+from attngraph.runtime.packing import equal_tokens
 
 _IN_ORDER = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 LONGEST = 3
@@ -116,18 +116,8 @@ class _OfDecoder:
         limit = self.state.limit
         room = self.most if limit is None else limit - max(len(wanted[row]) for row in rows) + 1
         for _ in range(min(self.most, room)):
-            chosen = self._likeliest(given)
+            chosen = self.calls.last_logits(self.state, given).argmax(-1)
             for place, (row, token) in enumerate(zip(rows, torch.split(chosen, 1), strict=True)):
                 given[row] = token
                 found[place].append(int(token))
         return found
-
-    def _likeliest(self, given: list[Tensor]) -> Tensor:
-        """The likeliest tokens after some new ones, of the rows that have such."""
-        packed, step = (
-            Packed(torch.cat(given).unsqueeze(0), [*map(len, given)]),
-            self.calls.step_of(self.state),
-        )
-        with self.state.changing():
-            found = step.advance(self.state, packed.counts, {step.name: packed.ids}, packed.last())
-        return found[0].argmax(-1)

@@ -22,7 +22,7 @@ from attngraph.ir.modes import serving
 from attngraph.runtime.decoder import Decoder
 from attngraph.runtime.generation_options import read_options
 from attngraph.runtime.kv_cache import Call, KVCache
-from attngraph.runtime.packing import Packed, as_ids
+from attngraph.runtime.packing import as_ids
 from attngraph.runtime.request import Request
 from attngraph.runtime.sampling import choose
 from attngraph.runtime.shared import Beginnings
@@ -300,17 +300,11 @@ class Engine:
         """The logits of the last token of every place that has tokens."""
         state = self.state
         assert state is not None
-        counts = [len(p) for p in parts]
-        packed = Packed(torch.cat(list(parts)).unsqueeze(0).to(state.device), counts)
-        step = self.decoder.calls.step_of(state)
         more_follow = [
             place for place, request in enumerate(self.places)
-            if request is not None and state.lengths[place] + counts[place] < len(request.prompt)
+            if request is not None and state.lengths[place] + len(parts[place]) < len(request.prompt)
         ]  # fmt: skip
-        with state.changing():
-            return step.advance(
-                state, counts, {step.name: packed.ids}, packed.last(), unfinished=more_follow
-            )[0]  # fmt: skip
+        return self.decoder.calls.last_logits(state, parts, more_follow)
 
     def _find_the_cause(self, parts: Sequence[Tensor]) -> None:
         """After a failed step, which cached nothing: run each place separately, and end those that fail."""

@@ -22,6 +22,11 @@ class Packed:
     given: Tensor | None = None
     name: str = ""
 
+    @classmethod
+    def of_rows(cls, rows: Sequence[Tensor]) -> "Packed":
+        """The tokens of these rows, `[T]` each."""
+        return cls(torch.cat(list(rows)).unsqueeze(0), [*map(len, rows)])
+
     @property
     def shape(self) -> tuple[int, int]:
         """The caller's layout, rows and tokens."""
@@ -45,9 +50,9 @@ class Packed:
 
     def repeated(self, times: int) -> "Packed":
         """Each row so many times."""
-        rows = [row for row in self.rows() for _ in range(times)]
+        found = Packed.of_rows([row for row in self.rows() for _ in range(times)])
         places, given = (t if t is None else t.repeat_interleave(times, 0) for t in (self.places, self.given))
-        return Packed(torch.cat(rows).unsqueeze(0), [*map(len, rows)], places, given, self.name)
+        return dataclasses.replace(found, places=places, given=given, name=self.name)
 
 
 def as_ids(prompt: Any) -> Tensor:
