@@ -58,7 +58,7 @@ class Flash(Kernel):
         members = [_forward(member, k, v, 0.0, causal, scale=program.scale) for member in _members(q, k)]
         out = _join([m[0] for m in members])
         lse = _join([m[1] for m in members])
-        if not self._fill_hides(program, dot, k.shape[2], lse, sizes):
+        if not soft.hides(program, lse, k.shape[2], dot, tuple(sizes)):
             return self._otherwise.forward(program, operands, reads, sizes)
         return out, lse
 
@@ -73,7 +73,7 @@ class Flash(Kernel):
             not math.isinf(dot)
             and not bool(grads[1].any())
             and float(lse.abs().amax()) <= TRUSTED  # the backward pass computes weights from it
-            and self._fill_hides(program, dot, k.shape[2], lse, sizes)
+            and soft.hides(program, lse, k.shape[2], dot, tuple(sizes))
         )
         if not served:
             return self._otherwise.backward(program, operands, reads, sizes, results, grads)
@@ -89,10 +89,6 @@ class Flash(Kernel):
             grad_k, grad_v = grad_k + more_k, grad_v + more_v
         of_reads = (torch.zeros_like(r) if r.is_floating_point() else None for r in reads)
         return [_join([f[0] for f in found]), grad_k, grad_v, *of_reads]
-
-    def _fill_hides(self, program: ScoreProgram, dot: float, keys: int, lse: Tensor, sizes: Sizes) -> bool:
-        """Whether the fill hides its keys."""
-        return not soft.has_finite_fill(program) or soft.hides(program, lse, keys, dot, tuple(sizes))
 
 
 def _bound(q: Tensor, k: Tensor, v: Tensor) -> float:

@@ -41,12 +41,14 @@ def largest_score(program: ScoreProgram, scale: float, q: Tensor, k: Tensor, rea
 
 
 def hides(program: ScoreProgram, lse: Tensor, keys: int, dot: float, sizes: tuple[int, ...]) -> bool:
-    """Whether keys behind a finite fill get a weight of exactly zero in every row.
+    """Whether keys behind a finite fill, if there is one, get a weight of exactly zero in every row.
 
     Args:
         lse: the rows' log-sum-exp over so many `keys`: a row's largest unmasked score is at least that
             without the logarithm of their number.
         dot: a bound of |dot|.
     """
+    if not has_finite_fill(program):
+        return True
     lowest = float(lse.amin()) - math.log(keys)
     return lowest - hidden_below(program, dot, sizes) > UNDERFLOW[lse.dtype]

@@ -159,9 +159,7 @@ def emit_backward(plan: BackwardPlan) -> Kernel:
     }  # fmt: skip
     values["COUNTS"] = [*(["batch", "first_row"] if of_pairs else []), *values["COUNTS"]]
     head = [
-        f"{name_of(plan)}, backward, written by attngraph. For each batch b, head h, query q and key k:",
-        *operands(plan),
-        f"Hkv = {heads_of_keys(plan)}; grad like out, numbers of rows [B, Hq, Sq]; results dense.",
+        *about_gradients(plan),
         *about_lists(plan),
         "A tile has OWN queries and OTHER keys; in the kernel of keys, OWN keys and OTHER queries.",
     ]
@@ -188,12 +186,7 @@ def emit_backward_by_groups(plan: BackwardPlan) -> Kernel:
         **absent("column_tiles column_counts column_b column_h", unless=plan.listed),
         **absent("unseen", unless=formulas.change.keeps_nan),
     }  # fmt: skip
-    head = [
-        f"{name_of(plan)}, backward, written by attngraph. For each batch b, head h, query q and key k:",
-        *operands(plan),
-        f"Hkv = {heads_of_keys(plan)}; grad like out, numbers of rows [B, Hq, Sq]; results dense.",
-        "A tile has OWN keys and OTHER queries.",
-    ]
+    head = [*about_gradients(plan), "A tile has OWN keys and OTHER queries."]
     return assemble("gluon_backward.py", "gradients", head, values, formulas.writer.calls)
 
 
@@ -369,6 +362,14 @@ def operands(plan: Plan) -> list[str]:
     D, Dv = plan.D, plan.Dv
     shapes = f"query [B, Hq, Sq, {D}], key [B, Hkv, Skv, {D}], value [B, Hkv, Skv, {Dv}]"
     return [*program(plan), f"{shapes}, {DTYPES[plan.dtype]};"]
+
+
+def about_gradients(plan: Plan) -> list[str]:
+    return [
+        f"{name_of(plan)}, backward, written by attngraph. For each batch b, head h, query q and key k:",
+        *operands(plan),
+        f"Hkv = {heads_of_keys(plan)}; grad like out, numbers of rows [B, Hq, Sq]; results dense.",
+    ]
 
 
 def program(plan: Plan) -> list[str]:

@@ -112,12 +112,9 @@ _ALIGNED = 16
 def is_describable(tensor: Tensor) -> bool:
     """Whether the machine's own copies of blocks (TMA) can read a tensor: its rows are dense, and begin at
     multiples of 16 bytes."""
-    size, strides = tensor.element_size(), tensor.stride()
-    return (
-        strides[-1] == 1
-        and not any(stride * size % _ALIGNED for stride in strides[:-1])
-        and tensor.data_ptr() % _ALIGNED == 0
-    )
+    *outer, inner = tensor.stride()
+    places = (tensor.data_ptr(), *(stride * tensor.element_size() for stride in outer))
+    return inner == 1 and not any(place % _ALIGNED for place in places)
 
 
 def described(tensor: Tensor, rows: int) -> Any:

@@ -171,10 +171,8 @@ def emitted(text: str) -> str:
     known = fold.read("functions.py").functions
     head = [f"# {line}" for line in ("A token program, written by attngraph:", *text.splitlines())]
     imports = ["import triton", "import triton.language as tl"]
-    return (
-        "\n\n\n".join(["\n".join([*head, *imports]), *(known[n] for n in known if n in calls), *bodies])
-        + "\n"
-    )
+    called = [source for function, source in known.items() if function in calls]
+    return "\n\n\n".join(["\n".join([*head, *imports]), *called, *bodies]) + "\n"
 
 
 def _name(place: int) -> str:

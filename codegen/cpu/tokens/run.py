@@ -80,9 +80,7 @@ class Tokens:
             toolchain.begin(source.write(text))
 
     def run(self, text: str, given: Sequence[Tensor]) -> list[Tensor] | None:
-        made = self._known.get(text)
-        if made is None:
-            made = self.prepared(text)
+        made = self._known.get(text) or self.prepared(text)
         return None if made is None else made.run(given)
 
     def link(self, text: str, given: Sequence[Tensor]) -> Link | None:
@@ -160,7 +158,7 @@ class Prepared:
             return results
 
         def ours() -> None:
-            self._in_blocks(self._by_link, self.at_once, given, results, tokens)
+            self._in_blocks(lambda *block: self.link(*block).run(), self.at_once, given, results, tokens)
 
         def with_pytorch() -> None:
             self._in_blocks(self._around_products, self.most, given, results, tokens)
@@ -175,7 +173,7 @@ class Prepared:
         return results
 
     def _in_blocks(
-        self, compute: Callable[[Sequence[Tensor], Sequence[Tensor], int], None], most: int,
+        self, compute: Callable[[Sequence[Tensor], Sequence[Tensor], int], Any], most: int,
         given: Sequence[Tensor], results: Sequence[Tensor], tokens: int,
     ) -> None:  # fmt: skip
         """Compute blocks of at most so many tokens, each of about as many."""
@@ -192,18 +190,11 @@ class Prepared:
             compute(parts, [o.narrow(r.token_dim, start, count) for o, r in
                             zip(results, self.program.results, strict=True)], count)  # fmt: skip
 
-    def _by_link(self, given: Sequence[Tensor], results: Sequence[Tensor], tokens: int) -> None:
-        self.link(given, results, tokens).run()
-
     def _is_measured(self, tokens: int) -> bool:
         """Whether the products of a call are large enough to be computed by whoever takes less time. PyTorch
         reads no panels."""
-        return (
-            not self.in_panels
-            and tokens > FEW
-            and tokens * self.multiplications >= LARGE
-            and not self.program.in_order
-        )
+        is_large = tokens > FEW and tokens * self.multiplications >= LARGE
+        return is_large and not self.in_panels and not self.program.in_order
 
     def is_one_call(self, tokens: int) -> bool:
         """Whether so many tokens are computed by one call of C: they are one block, and where there is a
