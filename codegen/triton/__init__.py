@@ -9,7 +9,6 @@
     sums.py          sums carried from token to token   attempts.py   plans that are kept; fallbacks
     tokens.py        token programs in order
     store.py         where sources are kept; launches   device.py     the GPU and its limits
-    versions.py      names of Gluon in each version
     captured.py      a decoder's steps as CUDA graphs
 
 For CUDA and AMD GPUs. On a CPU it runs only if requested by name, under TRITON_INTERPRET=1; the tests without

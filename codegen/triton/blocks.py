@@ -7,8 +7,8 @@ registers, or few; what is left is said where it is chosen.
 import torch
 
 from attngraph.codegen.scalar.read_gradients import read_gradients
+from attngraph.codegen.triton import device
 from attngraph.codegen.triton import plan as P
-from attngraph.codegen.triton import versions
 from attngraph.codegen.triton.plan import Blocks
 from attngraph.ir.language import S, ScoreProgram
 from attngraph.ir.ops.kernels import Operands
@@ -162,18 +162,18 @@ def _gains_ahead(program: ScoreProgram, width: int) -> bool:
     return width == 128 and not P.tiles_read(program)
 
 
-_GROUPS = 9
-"""The generation of GPUs whose warps multiply in groups of four."""
+_GROUPS, _OLDEST = 9, (3, 6)
+"""The generation of GPUs whose warps multiply in groups of four, and the oldest Triton with Gluon for it."""
 
 
 def no_groups(operands: Operands, capability: tuple[int, int] | None) -> str | None:
     """Why no kernel with groups of warps (`kernels/gluon_forward.py`) computes such a call, or None."""
-    (q, _, v), installed = operands, versions.installed()
+    (q, _, v), installed = operands, device.triton_version()
     if capability is None or capability[0] != _GROUPS:
         found = "" if capability is None else f", this one has {capability[0]}.{capability[1]}"
         return f"warps form groups on GPUs of compute capability {_GROUPS}.0{found}"
-    if installed < versions.OLDEST:
-        oldest, found = (".".join(map(str, each)) for each in (versions.OLDEST, installed))
+    if installed < _OLDEST:
+        oldest, found = (".".join(map(str, each)) for each in (_OLDEST, installed))
         return f"needs Triton {oldest}, {found} is installed"
     if q.dtype.itemsize != 2:
         return f"groups of warps multiply numbers of 16 bits, these are {q.dtype}"
@@ -201,7 +201,7 @@ _ADDS = (3, 8)
 def no_backward_groups(plan: P.BackwardPlan) -> str | None:
     """Why the kernel with groups of warps (`kernels/gluon_backward.py`) does not compute the gradients of a
     call whose forward pass such kernels serve, or None."""
-    if versions.installed() < _ADDS:
+    if device.triton_version() < _ADDS:
         return "needs Triton 3.8, which can let the machine add"
     if {plan.D, plan.Dv} - {64, 128}:
         return f"keys and values are 64 or 128 wide there, these are {plan.D} and {plan.Dv}"

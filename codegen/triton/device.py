@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 from contextvars import ContextVar
@@ -34,6 +35,16 @@ def no_triton() -> str | None:
     except Exception as problem:  # a broken installation fails in many ways
         return f"triton cannot be imported ({type(problem).__name__}: {problem})"
     return None
+
+
+@functools.cache
+def triton_version() -> tuple[int, int]:
+    """The version that is installed; (0, 0) without one."""
+    try:
+        major, minor, *_ = importlib.metadata.version("triton").split(".")
+    except importlib.metadata.PackageNotFoundError:
+        return 0, 0
+    return int(major), int(minor)
 
 
 def no_device(q: Tensor) -> str | None:

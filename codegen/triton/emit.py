@@ -14,7 +14,7 @@ import torch
 
 from attngraph.codegen.cpu.soft import UNDERFLOW
 from attngraph.codegen.scalar.read_gradients import COLUMNS, PAIRS, ROWS, ReadGradient, read_gradients
-from attngraph.codegen.triton import fold, versions
+from attngraph.codegen.triton import device, fold
 from attngraph.codegen.triton import plan as P
 from attngraph.codegen.triton.fold import NOTHING
 from attngraph.codegen.triton.formulas import Formulas, GradientTile
@@ -101,12 +101,15 @@ def of_groups(plan: Plan) -> dict[str, Any]:
 
 def in_groups(plan: Plan) -> dict[str, Any]:
     """What all kernels with groups of warps know."""
+    version = device.triton_version()
     return {
         "TILES_IN_FLIGHT": plan.blocks.stages, "BYTES": plan.dtype.itemsize,
         "SHIFT": Formulas(plan, "").shift(),  # of sizes and numbers alone
         "REGISTERS": 240, "REGISTERS_OF_PRODUCER": 24,
         "GIVEN": ", ".join(filter(None, arguments_of_reads(plan))),  # arguments of reads
-        **versions.names(versions.installed()),
+        # What Gluon has called them, from Triton 3.6 to 3.9.
+        "COPY_IN": "tma.async_load" if version >= (3, 9) else "tma.async_copy_global_to_shared",
+        "BARRIER": ["gl.barrier()" if version >= (3, 7) else "gl.thread_barrier()"],
     }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import attngraph.codegen  # noqa: F401  (registers the kernels)
-from attngraph.codegen.triton import attempts, blocks, device, launch, store, tuned, tuning, versions
+from attngraph.codegen.triton import attempts, blocks, device, launch, store, tuned, tuning
 from attngraph.codegen.triton.emit import emit, emit_backward_by_groups
 from attngraph.codegen.triton.plan import BackwardPlan, Blocks, Plan, Read
 from attngraph.errors import BackendError
@@ -46,7 +46,7 @@ def source_of(plan: Plan) -> str:
 def test_causal_kernels_read_as_golden_files_say(
     cell: str, file: str, golden: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(versions, "installed", lambda: (3, 8))
+    monkeypatch.setattr(device, "triton_version", lambda: (3, 8))
     made = with_groups(CELLS[cell], SM_90)
     assert made is not None
     golden(f"{file}.py.txt", source_of(made))
@@ -75,7 +75,7 @@ def test_every_name_in_a_kernel_is_one_that_it_has(name: str) -> None:
 def test_names_are_those_of_the_installed_version(
     version: tuple[int, int], copy: str, barrier: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(versions, "installed", lambda: version)
+    monkeypatch.setattr(device, "triton_version", lambda: version)
     source = emit(SERVED["finite fill 128"]).source
     assert set(re.findall(r"tma\.(\w+)\(", source)) == {copy}
     assert set(re.findall(r"gl\.(\w*barrier)\(", source)) == {barrier}
@@ -106,7 +106,7 @@ def test_why_they_do_not_serve_is_said(
     given: launch.Operands, capability: tuple[int, int] | None, version: tuple[int, int], reason: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(versions, "installed", lambda: version)
+    monkeypatch.setattr(device, "triton_version", lambda: version)
     found = blocks.no_groups(given, capability)
     assert (found is None) if reason is None else (reason in (found or ""))
 
@@ -137,7 +137,7 @@ def test_why_they_do_not_compute_gradients_is_said(
     plan: BackwardPlan, version: tuple[int, int], reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In reports, too."""
-    monkeypatch.setattr(versions, "installed", lambda: version)
+    monkeypatch.setattr(device, "triton_version", lambda: version)
     found = blocks.no_backward_groups(plan)
     assert (found is None) if reason is None else (reason in (found or ""))
     kernel, given = launch.Grouped(ordered=False), operands()
@@ -213,7 +213,7 @@ def test_nothing_spills_and_no_product_waits_for_another(name: str) -> None:
     binary = ahead_of_time.build(kernel, request)
     assert nvidia.serialised(nvidia.remarks(binary.asm["ptx"], "sm_90a")) == 0
     used = ahead_of_time.usage(binary, request)
-    assert used.spilled <= (0 if versions.installed() == (3, 8) else 8)
+    assert used.spilled <= (0 if device.triton_version() == (3, 8) else 8)
     assert used.shared <= SM_90.shared
     code = nvidia.read(nvidia.disassemble(binary.asm["cubin"]))
     assert nvidia.registers(code) == (24, 240)
@@ -231,7 +231,7 @@ def test_nothing_spills_and_no_product_waits_for_another(name: str) -> None:
     ],
 )
 def test_what_spills_in_the_backward_kernel_of_wide_rows_is_named(text: str, spilled: int) -> None:
-    if versions.installed() != (3, 8):
+    if device.triton_version() != (3, 8):
         pytest.skip("the bytes are those of Triton 3.8")
     reads = tuple(Read(number, rank, "int") for number, rank in parse(text).reads.items())
     made = backward_plan(text, blocks=blocks.BACKWARD_OF_GROUPS, listed=" and " in text, reads=reads)

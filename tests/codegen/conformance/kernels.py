@@ -19,7 +19,7 @@ from torch import Tensor
 import attngraph.codegen
 from attngraph.codegen.cpu import compiled, source
 from attngraph.codegen.remarks import UnsupportedError
-from attngraph.codegen.triton import attempts, device, versions, visits
+from attngraph.codegen.triton import attempts, device, visits
 from attngraph.codegen.triton.decode import Decode
 from attngraph.codegen.triton.launch import Forward
 from attngraph.codegen.triton.plan import Blocks
@@ -87,7 +87,7 @@ def is_left_by_groups(call: Call) -> str | None:
 def simulate_groups(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """As `let_no_attempt_fail`; with a version of Triton that has all that kernels in Gluon need."""
     let_no_attempt_fail(monkeypatch)
-    monkeypatch.setattr(versions, "installed", lambda: (3, 8))
+    monkeypatch.setattr(device, "triton_version", lambda: (3, 8))
     left: list[object] = []
     otherwise = simulated.Simulated._leave
     monkeypatch.setattr(simulated.Simulated, "_leave", lambda self: (left.append(self), otherwise(self))[1])
