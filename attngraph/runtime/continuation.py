@@ -173,6 +173,7 @@ class Continuation:
         step, packed, own = self.step, self.packed, self.calls.config
         if self._propose is not None:
             own = dataclasses.replace(own, snapshots=max(own.snapshots, 1))
+        begin = functools.partial(self.calls.begin, step, config=own, joined=bool(self._joined))
         known = (
             self.inputs or step.prompt_arguments or packed.ids.is_floating_point() or self.limit is not None
         )
@@ -182,22 +183,20 @@ class Continuation:
         saved = shared * (len(different) - 1)
         calls = [Call(count, frozenset(packed.counts)) for count in (1, len(different))]
         if (len(different) in (0, len(rows)) and saved < WORTH_SHARING) or any(map(step.sizes.fault, calls)):
-            found, state = self.calls.begin(
-                step, packed, self.inputs, packed.last(), own, joined=bool(self._joined)
-            )
+            found, state = begin(packed, self.inputs, packed.last())
             return found[0], state
         places = [different.index(_ids(row)) for row in rows]
         firsts = [rows[places.index(n)] for n in range(len(different))]
         if saved >= WORTH_SHARING:
             head = Packed.of_rows([firsts[0][:shared]])
-            _, self.state = self.calls.begin(step, head, {}, head.last(), own, unfinished=[0])
+            _, self.state = begin(head, {}, head.last(), unfinished=[0])
             self.state.reorder([0] * len(firsts))
             firsts = [row[shared:] for row in firsts]
             tails = Packed.of_rows(firsts)
             found, state = self._advanced(tails.ids[0], tails.counts, tails.last()), self.state
         else:
             once = Packed.of_rows(firsts)
-            whole, state = self.calls.begin(step, once, {}, once.last(), own, joined=bool(self._joined))
+            whole, state = begin(once, {}, once.last())
             found = whole[0]
         if places != list(range(len(firsts))):
             state.reorder(places)

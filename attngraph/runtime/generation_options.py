@@ -161,10 +161,8 @@ def read_options(
     longest: int | None = inputs.pop("max_length", None)
     least: int | None = inputs.pop("min_length", None)
     sampled, criteria = inputs.pop("do_sample", None), as_tuple(inputs.pop("stopping_criteria", None))
-    processors, penalty = (
-        as_tuple(inputs.pop("logits_processor", None)),
-        inputs.pop("repetition_penalty", None),
-    )
+    processors = as_tuple(inputs.pop("logits_processor", None))
+    penalty = inputs.pop("repetition_penalty", None)
     if penalty not in (None, 1.0):
         processors = (repetition_penalty(penalty), *processors)
     strings, tokenizer = inputs.pop("stop_strings", None), inputs.pop("tokenizer", None)
@@ -269,15 +267,13 @@ _INSTEAD: dict[str, str] = {
     "max_time": "pass on_token, which ends the generation by returning True",
 }
 _OTHERS = (
-    "encoder_repetition_penalty", "no_repeat_ngram_size",
-    "encoder_no_repeat_ngram_size",
-    "bad_words_ids", "force_words_ids", "constraints", "prefix_allowed_tokens_fn",
-    "penalty_alpha", "typical_p", "epsilon_cutoff",
-    "num_beam_groups", "diversity_penalty", "eta_cutoff", "suppress_tokens", "begin_suppress_tokens",
-    "forced_bos_token_id", "forced_eos_token_id", "sequence_bias", "guidance_scale", "negative_prompt_ids",
-    "watermarking_config", "exponential_decay_length_penalty", "remove_invalid_values", "renormalize_logits",
-    "cache_implementation", "custom_generate", "bos_token_id",
-    "decoder_start_token_id", "low_memory", "top_h", "dola_layers", "compile_config", "synced_gpus",
+    "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids",
+    "force_words_ids", "constraints", "prefix_allowed_tokens_fn", "penalty_alpha", "typical_p",
+    "epsilon_cutoff", "num_beam_groups", "diversity_penalty", "eta_cutoff", "suppress_tokens",
+    "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "sequence_bias", "guidance_scale",
+    "negative_prompt_ids", "watermarking_config", "exponential_decay_length_penalty", "remove_invalid_values",
+    "renormalize_logits", "cache_implementation", "custom_generate", "bos_token_id", "decoder_start_token_id",
+    "low_memory", "top_h", "dola_layers", "compile_config", "synced_gpus",
 )  # fmt: skip
 _ALWAYS = ("use_cache", "past_key_values", "output_attentions", "output_hidden_states")
 """Arguments of generate that forwards of models have too."""

@@ -59,9 +59,7 @@ class Machine:
         self._run: Run = graph.module if run is None else run(graph)
         # Compiled by others, a graph may write to its intermediate values.
         is_plain = isinstance(self._run, fx.GraphModule)
-        self._sharing: Callable[[], contextlib.AbstractContextManager[None]] = (
-            one_run if is_plain else contextlib.nullcontext
-        )
+        self._sharing: Callable[..., Any] = one_run if is_plain else contextlib.nullcontext
         weights = graph.stages.get(Rate.WEIGHTS)
         self._weights = None if weights is None else _ValuesOfWeights(weights, owner)
         self._inputs = Inputs(graph, owner, names)

@@ -65,13 +65,10 @@ class FixedValues(Part):
     def __init__(self, plan: Sequence[Fixed], device: torch.device, values: Mapping[str, Tensor]) -> None:
         self.plan, self.device, self.values = tuple(plan), device, dict(values)
 
-    def having(self, values: Mapping[str, Tensor]) -> "FixedValues":
-        return FixedValues(self.plan, self.device, values)
-
     def reordered(self, rows: Sequence[int]) -> tuple[Part, list[tuple[int, int]]]:
         by_row = [about for about in self.plan if about.row_dim is not None and about.name in self.values]
         picked = {about.name: _select_rows(self.values[about.name], about, rows) for about in by_row}
-        return self.having(self.values | picked), []
+        return FixedValues(self.plan, self.device, self.values | picked), []
 
     def restored(self, saved: Any, lengths: Sequence[int]) -> Part:
         about = {value.name: value for value in self.plan}
@@ -82,7 +79,7 @@ class FixedValues(Part):
             dim, own, rows = about[name].row_dim, about[name].own, len(lengths)
             fits = dim is None or (0 <= dim < value.ndim and own >= 1 and value.shape[dim] == rows * own)
             saved_cache.require(fits, f"{name} is {tuple(value.shape)}, which is not of {rows} row(s)")
-        return self.having(saved)
+        return FixedValues(self.plan, self.device, saved)
 
 
 def _select_rows(value: Tensor, about: Fixed, rows: Sequence[int]) -> Tensor:

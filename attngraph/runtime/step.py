@@ -356,7 +356,5 @@ def prepare_programs(graph: ProgramGraph, scores: float = 0) -> None:
             given, program = node.args
             prepare([value.meta["val"] for value in given], program)
         elif isinstance(attention := nodes.view(node), nodes.Attention) and attention.kernel in KERNELS:
-            q, k, v, *reads = (
-                n.meta["val"] for n in (attention.q, attention.k, attention.v, *attention.reads)
-            )
+            q, k, v, *reads = (n.meta["val"] for n in (attention.q, *attention.keys, *attention.reads))
             KERNELS[attention.kernel].prepare(attention.program, (q, k, v), reads, scores)

@@ -85,11 +85,7 @@ def rows_of(
 ) -> list[list[int]]:
     """Parents as given, `[B, S]` or `[S]` for all rows, as a list for each row."""
     given = torch.as_tensor(parents)
-    if (
-        given.ndim not in (1, 2)
-        or given.shape[-1] != shape[1]
-        or (given.ndim == 2 and len(given) != shape[0])
-    ):
+    if given.shape not in (shape[1:], shape):
         raise ValueError(
             f"parents are [S] or [B, S] as the tokens, {list(shape)}; found {list(given.shape)}."
         )

@@ -60,7 +60,8 @@ def describe_call(
 ) -> str:
     """A call as text: what must be equal on all ranks. `tokens`: they divide tokens, so what is sent is
     decided by what whole numbers and masks hold."""
-    lines = [f"tensor {n}: {_about(t, tokens)}" for n, t in enumerate(tensors)]
+    tell = [tokens and not (t.is_floating_point() or t.is_complex()) for t in tensors]
+    lines = [f"tensor {n}: {_about(*each)}" for n, each in enumerate(zip(tensors, tell, strict=True))]
     lines += [f"argument: {value!r}"[:200] for value in others if isinstance(value, (int, float, str, bool))]
     lines.append(f"training={training}, gradients={torch.is_grad_enabled()}")
     if draws:
@@ -69,10 +70,8 @@ def describe_call(
 
 
 def _about(tensor: Tensor, contents: bool) -> str:
-    about = f"{str(tensor.dtype)[6:]} {list(tensor.shape)}"
-    if not contents or tensor.is_floating_point() or tensor.is_complex():
-        return about
-    return f"{about} with contents {tensor_digest(tensor)[:16]}"
+    digest = f" with contents {tensor_digest(tensor)[:16]}" if contents else ""
+    return f"{str(tensor.dtype)[6:]} {list(tensor.shape)}{digest}"
 
 
 def random_state() -> str:
@@ -94,6 +93,6 @@ def described(given: Any) -> str:
 
 def _described(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
-        return f"{str(leaf.dtype)[6:]} {list(leaf.shape)}, contents {tensor_digest(leaf)[:16]}"
+        return _about(leaf, True)
     plain = leaf is None or isinstance(leaf, (bool, int, float, str))
     return repr(leaf)[:200] if plain else type(leaf).__name__
