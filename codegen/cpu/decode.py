@@ -82,11 +82,11 @@ class Decode:
         return None if made is None else made.link(call, about, torch.get_num_threads())
 
     @staticmethod
-    def most_kept(program: ScoreProgram, q: Tensor, reads: Reads) -> int:
+    def most_kept(call: OverCache) -> int:
         """The most kept tokens of a row for which a call like this is the faster way, and finds all that it
         reads at positions, even if all new tokens are the row's."""
-        heads, tokens = q.shape[1:3]
-        return min(LONG // (heads * tokens) - tokens // 2, most_tokens(program, reads) - tokens)
+        heads, tokens = call.q.shape[1:3]
+        return min(LONG // (heads * tokens) - tokens // 2, most_tokens(call.program, call.reads) - tokens)
 
     def source(self, program: ScoreProgram, q: Tensor, pages: Pair, reads: Reads) -> str:
         plan = _plan(program, q, pages, reads) if q.is_cpu else None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.codegen.cpu.carried import link_of, may_be_copy, sums_of, windows_of
-from attngraph.codegen.cpu.decode import Decode
+from attngraph.codegen.cpu.decode import DECODE
 from attngraph.codegen.cpu.loops import step_of
 from attngraph.codegen.cpu.native import Link
 from attngraph.codegen.cpu.operands import OverCache
@@ -37,7 +37,6 @@ others are read where they lie."""
 _token_program = torch.ops.attngraph.token_program.default
 SEVERAL = (_token_program, running_sum, loop)
 """Ops with several results."""
-_DECODE = Decode()
 
 
 class Kinds:
@@ -125,13 +124,10 @@ class Carry(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """A call that reads these pages of a cache. It is made for rows that keep at most `most_kept` tokens,
-    which input number `held` says (None: for all rows)."""
+    """A call that reads these pages of a cache."""
 
     link: Link
     pages: list[fx.Node]
-    held: int | None = None
-    most_kept: int | None = None
 
 
 class Links:
@@ -142,7 +138,8 @@ class Links:
         own: memory that stays, of inputs that are copied there and of results of PyTorch's operations.
         fresh: what PyTorch computes at every run.
         growing: pages of the cache, and what follows from them: other tensors in other calls.
-        readers, carries: the calls that are told of other memory.
+        readers, carries: the calls that are told of other memory. most_kept: how many tokens of a row the
+            calls are made for, by the number of the input that says how many each row keeps.
     """
 
     def __init__(self, kinds: Kinds, inputs: Sequence[Tensor]) -> None:
@@ -156,6 +153,7 @@ class Links:
         self.pages = {kinds.placeholders[n] for n in kinds.pages}
         self.growing = set(self.pages)
         self.readers: list[Reader] = []
+        self.most_kept: dict[int, int] = {}
         self.carries: list[Carry] = []
 
     def operands(self, node: fx.Node) -> Any:
@@ -168,7 +166,7 @@ class Links:
             return self._windows(node)
         view = nodes.view(node)
         if isinstance(view, nodes.CachedAttention):
-            return self._attention(view, node) if view.by in ("", "cpu", _DECODE.name) else None
+            return self._attention(view, node) if view.by in ("", "cpu", DECODE.name) else None
         if not self.growing.isdisjoint(node.all_input_nodes):
             return None
         if node.target is _token_program:
@@ -194,10 +192,11 @@ class Links:
             of.program, of.q, (of.k, of.v), (of.k_pages, of.v_pages), of.reads, of.sizes,
             Rows(of.table, of.starts, of.first, of.held), (of.k_scales, of.v_scales),
         )  # fmt: skip
-        link = _DECODE.link(call)
+        link = DECODE.link(call)
         if link is not None:
-            most = _DECODE.most_kept(call.program, call.q, call.reads)
-            self.readers.append(Reader(link, pages, self.kinds.placeholders.index(view.first), most))
+            most, held = DECODE.most_kept(call), self.kinds.placeholders.index(view.first)
+            self.most_kept[held] = min(most, self.most_kept.get(held, most))
+            self.readers.append(Reader(link, pages))
         return link
 
     def _windows(self, node: fx.Node) -> Link | None:

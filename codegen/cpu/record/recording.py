@@ -112,6 +112,7 @@ class Recording:
         if not any(isinstance(piece, Chain) for piece in self.pieces):
             raise NotRecorded
         self.readers, self.carries = self._links.readers, self._links.carries
+        self._most_kept = self._links.most_kept
         self.keeping, self._movers = self._kept()
         self._write = None if self.keeping is None else self.keeping.run
         renewed = {self.results[r.place] for r in self.renewed}
@@ -259,10 +260,6 @@ class Recording:
         self._still = addresses([inputs[n] for n in kinds.still])
         self._where = places([inputs[n] for n in kinds.pages])
         self._seen: list[weakref.ref[Tensor]] = []
-        self._most_kept: dict[int, int] = {}
-        for _, _, held, most in self.readers:
-            if held is not None and most is not None:
-                self._most_kept[held] = min(most, self._most_kept.get(held, most))
         del self._links
         self._forget()
 
