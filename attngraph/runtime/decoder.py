@@ -206,8 +206,7 @@ class Decoder(ModelWrapper):
         """Continue prompts.
 
         Args:
-            ids, attention_mask, inputs: as for `prefill`; the prompts may also be given by the name that the
-                model has for them.
+            ids, attention_mask, inputs: as for `prefill`.
             max_new_tokens: 64 by default. min_new_tokens: no end token before so many.
             temperature: 0 (the default) takes the most likely token; otherwise logits are divided by it and
                 sampled.

@@ -26,8 +26,7 @@ class Executable:
 
     Args:
         captured: the graph, its structure and its conditions.
-        owner: the module whose parameters and buffers the graph's inputs name.
-        run: what computes the graph's results from its inputs (None: the graph itself).
+        owner, run: as for `Machine`.
         state: gives the inputs that are neither the call's nor the model's (a rank's parts of parameters).
 
     Attributes:

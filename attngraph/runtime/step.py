@@ -209,8 +209,7 @@ class Step:
 
     Args:
         graph: lowered, with a cache plan.
-        owner: the module whose parameters and buffers the graph's inputs name.
-        run: makes the function that computes a graph's results.
+        owner, run: as for `Machine`.
         sizes: the arguments of its calls, and for which of them it is right.
         scope: what of the state around a call the decoder depends on.
         ranks: what this process computes of a graph for several ranks (None: all of it).

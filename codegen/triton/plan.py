@@ -24,8 +24,7 @@ READS = {
     torch.bool: "bool", torch.int32: "int", torch.int64: "int", torch.float16: "half",
     torch.bfloat16: "half", torch.float32: "float", torch.float64: "double",
 }  # fmt: skip
-"""The kind in which elements of each dtype are computed with. 8- and 16-bit integers are missing because
-PyTorch's arithmetic wraps around, and kernels compute in wider types."""
+"""The kind in which elements of each dtype are computed with (`ir/dtypes.py` says why some are missing)."""
 
 WIDEST = 512
 """Wider heads do not fit in the registers of one program."""
@@ -111,9 +110,9 @@ class Plan:
     @functools.cached_property
     def _guarded(self) -> dict[int, tuple[int, ...]]:
         axes: dict[int, set[int]] = {}
-        for node in reads_of(self.program):
-            own = {i for i, arg in enumerate(node.args) if not is_checked_at_launch(arg)}
-            axes.setdefault(node.value, set()).update(own)
+        for node, axis, index in self.program.places:
+            if not is_checked_at_launch(index):
+                axes.setdefault(node.value, set()).add(axis)
         return {number: tuple(sorted(found)) for number, found in axes.items()}
 
     @property

@@ -2,8 +2,7 @@
 
 A program takes one row, one head and some columns of its matrix, which stays in registers while the row's few
 new tokens are added: a column depends on no other one. The matrix is read and written once, whatever the
-tokens. SUMS is the dtype of sums, DECAY has one number ("one") or one for each element of a key ("each"),
-INCLUSIVE says that a token reads what it has added itself.
+tokens. What names in capitals say is in `SumsPlan`.
 """
 
 import triton
