@@ -59,12 +59,10 @@ class Decode:
         for is_long in (False, True):
             tokens, rows = only([is_long == one for one in are_long], call.rows)
             k, v = (n if n.shape[2] == 0 else n.index_select(2, tokens) for n in call.new)
-            own = call._replace(q=q.index_select(2, tokens), new=(k, v), rows=rows)
-            sums = None if lse is None else lse.new_empty(own.q.shape[:3])
-            part = (
-                row_by_row(*own[:7], "cpu", own.scales, sums) if is_long
-                else made.attend(own._replace(lse=sums), _Rows(rows))
-            )  # fmt: skip
+            here = q.index_select(2, tokens)
+            sums = None if lse is None else lse.new_empty(here.shape[:3])
+            own = call._replace(q=here, new=(k, v), rows=rows, lse=sums)
+            part = row_by_row(*own[:7], "cpu", *own[7:]) if is_long else made.attend(own, _Rows(rows))
             if part is None:
                 return None
             out.index_copy_(2, tokens, part)
