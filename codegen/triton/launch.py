@@ -21,25 +21,10 @@ from attngraph.codegen.scalar.read_gradients import COLUMNS, PAIRS, Totals, read
 from attngraph.codegen.scalar.read_ranges import reads_by_data, require_in_range
 from attngraph.codegen.scalar.weights import weight_multiple
 from attngraph.codegen.triton import attempts, store, tuned, visits
+from attngraph.codegen.triton import blocks as rules
+from attngraph.codegen.triton import device as gpu
 from attngraph.codegen.triton import plan as P
 from attngraph.codegen.triton.attempts import KeptPlans, key_of
-from attngraph.codegen.triton.blocks import (
-    BACKWARD_OF_GROUPS,
-    WIDEST_BACKWARD,
-    backward_blocks,
-    blocks_of_groups,
-    no_backward_groups,
-    no_groups,
-)
-from attngraph.codegen.triton.blocks import blocks_for as choose_blocks
-from attngraph.codegen.triton.device import (
-    capability,
-    is_exact,
-    is_interpreted,
-    name_of,
-    no_device,
-    shared_memory,
-)
 from attngraph.codegen.triton.emit import (
     OF_KEYS,
     OF_QUERIES,
@@ -87,10 +72,10 @@ class Forward(Kernel):
 
     def refuse(self, program: ScoreProgram, operands: Operands) -> str | None:
         q = operands[0]
-        reason = no_device(q)
+        reason = gpu.no_device(q)
         if reason is not None:
             return reason
-        if q.dtype is torch.bfloat16 and is_interpreted():
+        if q.dtype is torch.bfloat16 and gpu.is_interpreted():
             return "the interpreter of Triton computes products of bfloat16 wrongly"
         return self._unserved(program, operands)
 
@@ -173,14 +158,14 @@ class Forward(Kernel):
         self, program: ScoreProgram, operands: Operands, reads: Reads, sizes: Sizes
     ) -> BackwardPlan | None:
         q, _, v = operands
-        if self.refuse(program, operands) is not None or max(q.shape[3], v.shape[3]) > WIDEST_BACKWARD:
+        if self.refuse(program, operands) is not None or max(q.shape[3], v.shape[3]) > rules.WIDEST_BACKWARD:
             return None
         if self._is_left(program, operands, reads):
             return None
         has_reads = any(reads[number].is_floating_point() for number in program.reads)
         line = tuned.key_of_call("backward", program, operands)
         blocks = self._blocks if self._blocks and not self._blocks.groups else None
-        blocks = blocks or tuned.find(name_of(q.device), line, q.shape[2])
+        blocks = blocks or tuned.find(gpu.name_of(q.device), line, q.shape[2])
         blocks = blocks or blocks_of_gradients(program, operands, has_reads)
         plan = plan_call(program, operands, reads, sizes, blocks)
         of_operands, of_reads = wanted_gradients(operands, reads)
@@ -214,17 +199,18 @@ class Grouped(Forward):
         self.name = "gluon.forward" if ordered else "gluon_unordered.forward"
 
     def refuse(self, program: ScoreProgram, operands: Operands) -> str | None:
-        return no_groups(operands, capability(operands[0].device)) or super().refuse(program, operands)
+        reason = rules.no_groups(operands, gpu.capability(operands[0].device))
+        return reason or super().refuse(program, operands)
 
     def _chosen(self, program: ScoreProgram, operands: Operands) -> Blocks | None:
-        return self._blocks or blocks_of_groups(program, operands[0].shape[3], operands[2].shape[3])
+        return self._blocks or rules.blocks_of_groups(program, operands[0].shape[3], operands[2].shape[3])
 
     def _in_the_end(self, plan: BackwardPlan, operands: Operands) -> BackwardPlan:
-        reason = no_backward_groups(plan)
+        reason = rules.no_backward_groups(plan)
         if reason is not None:
             attempts.note(plan.program, f"its gradients are computed without groups of warps: {reason}")
             return plan
-        return dataclasses.replace(plan, blocks=BACKWARD_OF_GROUPS, ordered=self._ordered)
+        return dataclasses.replace(plan, blocks=rules.BACKWARD_OF_GROUPS, ordered=self._ordered)
 
 
 def launch_forward(plan: Plan, operands: Operands, reads: Reads, sizes: Sizes) -> Results:
@@ -265,22 +251,22 @@ def plan_forward(
 ) -> Plan:
     """The plan of the forward kernel that serves one call."""
     q, line = operands[0], tuned.key_of_call("forward", program, operands)
-    found = blocks or tuned.find(name_of(q.device), line, q.shape[2])
+    found = blocks or tuned.find(gpu.name_of(q.device), line, q.shape[2])
     return plan_call(program, operands, reads, sizes, found)
 
 
 def blocks_by_rule(program: ScoreProgram, operands: Operands) -> Blocks:
     """Block sizes by rule, without measurements."""
     q, _, v = operands
-    shared, generation = shared_memory(q.device), capability(q.device)
-    return choose_blocks(program, q.shape[3], v.shape[3], q.dtype, q.shape[2], shared, generation)
+    shared, generation = gpu.shared_memory(q.device), gpu.capability(q.device)
+    return rules.blocks_for(program, q.shape[3], v.shape[3], q.dtype, q.shape[2], shared, generation)
 
 
 def blocks_of_gradients(program: ScoreProgram, operands: Operands, has_reads: bool) -> Blocks:
     """The same of the backward kernels."""
     q, _, v = operands
-    width, about = max(q.shape[3], v.shape[3]), (shared_memory(q.device), has_reads, P.is_linear(program))
-    return backward_blocks(width, q.dtype, *about, capability(q.device))
+    width, about = max(q.shape[3], v.shape[3]), (gpu.shared_memory(q.device), has_reads, P.is_linear(program))
+    return rules.backward_blocks(width, q.dtype, *about, gpu.capability(q.device))
 
 
 def plan_call(
@@ -293,7 +279,7 @@ def plan_call(
         tuple(Read(n, rank, P.READS[reads[n].dtype], is_wide(reads[n])) for n, rank in program.reads.items()),
         blocks or blocks_by_rule(program, operands),
         wide=max(*q.shape[:3], k.shape[2], *map(abs, sizes[: program.sizes])) >= SMALL,
-        listed=visits.are_listed(program, operands), exact=is_exact(q),
+        listed=visits.are_listed(program, operands), exact=gpu.is_exact(q),
     )  # fmt: skip
 
 

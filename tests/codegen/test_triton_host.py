@@ -242,8 +242,8 @@ def test_during_a_capture_nothing_is_concluded_from_the_lengths_of_the_moment(
 @pytest.fixture
 def on_any_device(monkeypatch: pytest.MonkeyPatch) -> Forward:
     """The forward kernel on the CPU, where nothing is launched."""
-    monkeypatch.setattr(launch, "no_device", lambda tensor: None)
-    monkeypatch.setattr(launch, "is_interpreted", lambda: True)
+    monkeypatch.setattr(device, "no_device", lambda tensor: None)
+    monkeypatch.setattr(device, "is_interpreted", lambda: True)
     monkeypatch.setattr(launch, "load", lambda plan: Recorded([]))
     monkeypatch.setattr(launch, "load_backward", lambda plan: types.SimpleNamespace(
         **dict.fromkeys((OF_QUERIES, OF_KEYS), Recorded([]))

@@ -133,7 +133,7 @@ def test_what_was_measured_is_stored_and_used(monkeypatch: pytest.MonkeyPatch) -
         f"{step}, float32, 16 wide, values 16, causal, up to 128 queries" for step in ("forward", "backward")
     }  # fmt: skip
     assert set(found.values()) == {fastest} and len(tried) > 10
-    monkeypatch.setattr(launch, "name_of", lambda device: "A GPU/1")
+    monkeypatch.setattr(device, "name_of", lambda where: "A GPU/1")
     program = parse("keep k <= q")
     assert launch.plan_forward(program, tensors, (), ()).blocks == fastest
     backward = Forward()._plan_backward(program, tensors, (), ())
