@@ -87,8 +87,3 @@ def test_dropout_acts_on_the_weights_in_training_only(spelling: SharingSpelling)
     x = rand(2, 5, 8)
     assert_close(module(x), module.project.bias.expand(2, 5, 8))
     assert not torch.allclose(module.eval()(x), module.project.bias)
-
-
-def test_heads_that_do_not_share_evenly_are_an_error() -> None:
-    with pytest.raises(ValueError, match="6 query heads cannot share 4"):
-        GroupedQueryConfig(heads=6, kv_heads=4)

@@ -63,13 +63,6 @@ def test_learned_positions_add_the_row_of_each_position() -> None:
     assert not module.table.grad[7:].any()
 
 
-def test_more_tokens_than_positions_is_an_error_that_names_the_setting() -> None:
-    with pytest.raises(ValueError, match=r"10 tokens.*max_tokens=9.*larger max_tokens"):
-        LearnedPositions(9, 4)(torch.zeros(1, 10, 4))
-    with pytest.raises(ValueError, match=r"10 tokens.*max_tokens=9.*larger max_tokens"):
-        SinusoidalEmbedding(256, 16, max_tokens=9)(byte_batch(1, 10))
-
-
 def test_rotating_is_multiplying_pairs_by_unit_complex_numbers() -> None:
     x = rand(5, 6)
     angles = rotary_angles(positions(0, 5), 6)

@@ -152,8 +152,3 @@ def test_t5_and_alibi_biases_depend_on_the_offset_only(causal: bool) -> None:
     for bias in (t5(40), ALiBi(3)(40)):
         assert torch.equal(bias[:, 1:, 1:], bias[:, :-1, :-1])
     assert offsets(3, torch.device("cpu")).tolist() == [[0, 1, 2], [-1, 0, 1], [-2, -1, 0]]
-
-
-def test_another_number_of_tokens_than_a_window_has_is_an_error() -> None:
-    with pytest.raises(ValueError, match="the input has 8 tokens, but a window has 9"):
-        RelativeBiasAttention(replace(SMALL, bias_kind="swin"))(torch.zeros(1, 8, 6))

@@ -79,10 +79,3 @@ def test_a_head_sees_about_twice_the_root_of_the_tokens() -> None:
     for pattern in PATTERNS:
         visible = sparse_pattern(1024, replace(sizes, pattern=pattern), torch.device("cpu"))
         assert visible.sum(dim=-1).max() <= 33
-
-
-def test_a_summary_longer_than_the_stride_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"summary 5 must be from 1 to stride \(4\)"):
-        replace(SMALL, summary=5)
-    with pytest.raises(ValueError, match="summary 0"):
-        replace(SMALL, summary=0)

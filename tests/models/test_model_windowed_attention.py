@@ -125,8 +125,5 @@ def test_a_dilation_of_one_is_the_plain_sliding_window(causal: bool) -> None:
     assert_close(dilated(x), plain(x), rtol=0, atol=0)
 
 
-def test_every_head_needs_a_dilation() -> None:
-    for wrong in ((1, 2), (1, 2, 0), ()):
-        with pytest.raises(ValueError, match="one number, at least 1, for each of the 3 heads"):
-            replace(DILATED, dilations=wrong)
+def test_the_default_has_a_dilation_for_every_head() -> None:
     assert len(DilatedWindowConfig().dilations) == DilatedWindowConfig().heads
