@@ -49,9 +49,7 @@ def test_the_examples_of_the_page_run(page: dict[str, Any]) -> None:
 
 
 @needs_lm_eval
-def test_lm_eval_scores_a_derived_decoder_as_it_scores_the_model(
-    page: dict[str, Any],
-) -> None:
+def test_lm_eval_scores_a_derived_decoder_as_it_scores_the_model(page: dict[str, Any]) -> None:
     instance = importlib.import_module("lm_eval.api.instance").Instance
     tokenizers = importlib.import_module("tokenizers")
     words = ["<unk>", "<s>", "</s>", *string.ascii_letters, *string.digits, " ", ".", ","]

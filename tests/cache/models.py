@@ -799,9 +799,7 @@ def _transformer_xl(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.mT + shifted).masked_fill(~causal(length), -math.inf).softmax(-1) @ v
 
 
-ANEW: dict[str, Mix] = {
-    "two products": of_heads(_near_and_far),
-}
+ANEW: dict[str, Mix] = {"two products": of_heads(_near_and_far)}
 
 
 def sparsemax(scores: Tensor, keep: Tensor) -> Tensor:

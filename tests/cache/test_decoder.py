@@ -61,11 +61,7 @@ class Windowed(nn.Module):
         return self.head(x)
 
 
-MODELS = {
-    "learned": learned_positions,
-    "rotary": rotary_groups,
-    "windowed": lambda: stirred(Windowed()),
-}
+MODELS = {"learned": learned_positions, "rotary": rotary_groups, "windowed": lambda: stirred(Windowed())}
 
 
 def whole_logits(model: nn.Module, ids: Tensor, **inputs: Any) -> Tensor:

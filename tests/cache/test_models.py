@@ -38,9 +38,7 @@ from tests.cache import models
 from tests.cache.models import VOCABULARY, WIDTH, Small, apart, causal
 from tests.cache.small import by_steps, refuses, some_ids, stirred
 
-NOT_TODAY = {
-    "a difference": "prompts of two tokens are refused",
-}
+NOT_TODAY = {"a difference": "prompts of two tokens are refused"}
 """Models that should decode, and why they do not."""
 
 

@@ -320,8 +320,7 @@ def test_products_with_packed_integers(words: str, width: int, kind: str, tokens
 
 @pytest.mark.parametrize("tokens", [1, 5, 8, 33, 600])
 @pytest.mark.parametrize(
-    ("words", "group"),
-    [(w, g) for w in PACKED for g in (32, 64, 96) if Packed.of(w).splits(576, g, GROUP)],
+    ("words", "group"), [(w, g) for w in PACKED for g in (32, 64, 96) if Packed.of(w).splits(576, g, GROUP)]
 )
 @pytest.mark.parametrize("kind", ["scales", "scales and zeros"])
 def test_products_with_groups_of_packed_integers(words: str, group: int, kind: str, tokens: int) -> None:

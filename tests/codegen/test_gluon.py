@@ -94,12 +94,7 @@ def test_names_are_those_of_the_installed_version(
         (operands(), HOPPER, (3, 5), "needs Triton 3.6, 3.5 is installed"),
         (operands(dtype=torch.float32), HOPPER, (3, 8), "numbers of 16 bits, these are torch.float32"),
         (operands(32), HOPPER, (3, 8), "needs widths of 64 to 256, multiples of 16; these are 32 and 128"),
-        (
-            operands(128, 72),
-            HOPPER,
-            (3, 8),
-            "multiples of 16; these are 128 and 72",
-        ),
+        (operands(128, 72), HOPPER, (3, 8), "multiples of 16; these are 128 and 72"),
     ],
 )
 def test_why_they_do_not_serve_is_said(

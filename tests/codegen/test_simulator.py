@@ -197,12 +197,7 @@ ADDED = TOGETHER.replace("gl.store", "gl.atomic_add")
         (MEET, 1, {}, None),
         (NO_MEETING, 1, {}, "never written|race"),
         (THREE_MEET, 1, {}, "128 of 256 arrivals"),
-        (
-            MEET.replace("], [4])", "], [8])"),
-            1,
-            {},
-            "256 arrivals at named barrier 1, and only 128|race",
-        ),
+        (MEET.replace("], [4])", "], [8])"), 1, {}, "256 arrivals at named barrier 1, and only 128|race"),
         (FACES.replace("BUFFER", "other"), 1, {}, None),
         (FACES.replace("BUFFER", "buffer.index(0)"), 1, {}, None),
         (FACES.replace("BUFFER", "buffer.index(1)"), 1, {}, "never written by this layout"),

@@ -25,14 +25,7 @@ from attngraph.codegen.scalar.read_gradients import Totals, read_gradients
 from attngraph.codegen.triton import attempts, device, launch, store, tuned, visits
 from attngraph.codegen.triton.blocks import backward_blocks, blocks_for, decode_blocks
 from attngraph.codegen.triton.emit import emit, emit_backward, emit_decode, emit_sums
-from attngraph.codegen.triton.plan import (
-    BackwardPlan,
-    Blocks,
-    DecodePlan,
-    Plan,
-    Read,
-    SumsPlan,
-)
+from attngraph.codegen.triton.plan import BackwardPlan, Blocks, DecodePlan, Plan, Read, SumsPlan
 from attngraph.codegen.triton.plan import diagonal as find_diagonal
 from attngraph.codegen.triton.plan import is_linear as linear
 from attngraph.codegen.triton.tuning import ahead_choices, choices, difference

@@ -92,8 +92,7 @@ def _examined(monkeypatch: pytest.MonkeyPatch, kind: Callable[[int], nn.Module],
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"),
-    [(Layer, 1), (OtherScale, 2), (OtherMask, 2), (OwnBuffer, LAYERS), (KeysFirst, 2)],
+    ("kind", "expected"), [(Layer, 1), (OtherScale, 2), (OtherMask, 2), (OwnBuffer, LAYERS), (KeysFirst, 2)]
 )
 def test_only_different_layers_are_looked_at(
     monkeypatch: pytest.MonkeyPatch, kind: Callable[[int], nn.Module], expected: int

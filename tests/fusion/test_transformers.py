@@ -372,9 +372,7 @@ def test_a_cache_given_as_an_argument_is_extended_as_eager_extends_it(
 
 
 @pytest.mark.slow
-def test_plain_tuples_come_back_as_tuples(
-    gpt2: tuple[torch.nn.Module, attngraph.CompiledModule],
-) -> None:
+def test_plain_tuples_come_back_as_tuples(gpt2: tuple[torch.nn.Module, attngraph.CompiledModule]) -> None:
     given = ids(T)
     with torch.no_grad():
         mine, theirs = (m(**given, return_dict=False, use_cache=False) for m in gpt2)
@@ -383,9 +381,7 @@ def test_plain_tuples_come_back_as_tuples(
 
 
 @pytest.mark.slow
-def test_a_loss_is_computed_and_flows_back(
-    gpt2: tuple[torch.nn.Module, attngraph.CompiledModule],
-) -> None:
+def test_a_loss_is_computed_and_flows_back(gpt2: tuple[torch.nn.Module, attngraph.CompiledModule]) -> None:
     given = ids(T)
     losses = [m(**given, labels=given["input_ids"], use_cache=False).loss for m in gpt2]
     assert torch.allclose(losses[0], losses[1], atol=1e-5)

@@ -141,10 +141,7 @@ ERRORS: list[tuple[str, Callable[[], object]]] = [
         r"17 tokens.*max_tokens=16",
         lambda: CausalSelfAttention(CausalAttentionConfig(6, 3, max_tokens=16))(torch.zeros(1, 17, 6)),
     ),
-    (
-        r"10 tokens.*max_tokens=9.*larger max_tokens",
-        lambda: LearnedPositions(9, 4)(torch.zeros(1, 10, 4)),
-    ),
+    (r"10 tokens.*max_tokens=9.*larger max_tokens", lambda: LearnedPositions(9, 4)(torch.zeros(1, 10, 4))),
     (
         r"10 tokens.*max_tokens=9.*larger max_tokens",
         lambda: SinusoidalEmbedding(256, 16, max_tokens=9)(byte_batch(1, 10)),

@@ -86,9 +86,7 @@ def test_multi_head_attention_equals_the_definition(
 
 
 @pytest.mark.parametrize("kind", SELF_ATTENTIONS)
-def test_self_attention_without_positions_commutes_with_permutations(
-    kind: type[nn.Module],
-) -> None:
+def test_self_attention_without_positions_commutes_with_permutations(kind: type[nn.Module]) -> None:
     module, x, order = kind(SMALL).double(), rand(2, 9, 6), torch.randperm(9)
     assert_close(module(x[:, order]), module(x)[:, order])
 

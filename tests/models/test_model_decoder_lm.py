@@ -76,10 +76,7 @@ def test_a_few_steps_of_training_lower_the_loss() -> None:
 
 
 def test_dropout_is_random_in_training_and_absent_in_eval() -> None:
-    model, ids = (
-        DecoderLM(DecoderLMConfig(layers=1, width=16, heads=4, dropout=0.5)),
-        byte_batch(1, 8),
-    )
+    model, ids = (DecoderLM(DecoderLMConfig(layers=1, width=16, heads=4, dropout=0.5)), byte_batch(1, 8))
     assert not torch.equal(model(ids), model(ids))
     model.eval()
     assert torch.equal(model(ids), model(ids))

@@ -4,13 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from attngraph.models.encoder import (
-    IGNORED_TARGET,
-    MASK_ID,
-    Encoder,
-    EncoderConfig,
-    mask_tokens,
-)
+from attngraph.models.encoder import IGNORED_TARGET, MASK_ID, Encoder, EncoderConfig, mask_tokens
 from attngraph.models.text import byte_batch
 
 SMALL = EncoderConfig(layers=2, width=16, heads=4, hidden=32, max_tokens=32)

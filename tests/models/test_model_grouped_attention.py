@@ -31,12 +31,7 @@ def rand(*shape: int) -> Tensor:
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 6])
 def test_grouped_query_attention_equals_the_definition(
-    kv_heads: int,
-    spelling: SharingSpelling,
-    causal: bool,
-    attend: Oracle,
-    heads_of: Oracle,
-    join: Oracle,
+    kv_heads: int, spelling: SharingSpelling, causal: bool, attend: Oracle, heads_of: Oracle, join: Oracle
 ) -> None:
     config = replace(GROUPED, kv_heads=kv_heads, spelling=spelling, causal=causal)
     module, x = GroupedQueryAttention(config).double(), rand(2, 5, 8)

@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from attngraph.models.mla import (
-    LatentAttention,
-    MLAConfig,
-    MLADecoder,
-    RotaryLatentAttention,
-    ScoreSpelling,
-)
+from attngraph.models.mla import LatentAttention, MLAConfig, MLADecoder, RotaryLatentAttention, ScoreSpelling
 from attngraph.models.positions import RotaryLayout
 from attngraph.models.text import byte_batch
 

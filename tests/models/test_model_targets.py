@@ -52,9 +52,7 @@ OUR_TARGETS = [
 
 @pytest.mark.usefixtures("one_layer_models")
 @pytest.mark.parametrize("target", OUR_TARGETS, ids=lambda target: str(target.__name__))
-def test_a_target_runs_on_its_own_inputs_in_eval_mode(
-    target: Callable[..., targets.Target],
-) -> None:
+def test_a_target_runs_on_its_own_inputs_in_eval_mode(target: Callable[..., targets.Target]) -> None:
     model, inputs = target(batch=3, tokens=16)
     assert not model.training
     assert all(tensor.shape == (3, 16) for tensor in inputs)
@@ -66,9 +64,7 @@ def test_a_target_runs_on_its_own_inputs_in_eval_mode(
 
 @pytest.mark.usefixtures("one_layer_models")
 @pytest.mark.parametrize("target", OUR_TARGETS, ids=lambda target: str(target.__name__))
-def test_a_target_has_room_for_more_tokens_than_its_default(
-    target: Callable[..., targets.Target],
-) -> None:
+def test_a_target_has_room_for_more_tokens_than_its_default(target: Callable[..., targets.Target]) -> None:
     model, inputs = target(tokens=1025)
     with torch.no_grad():
         assert model(*inputs).shape[:2] == (1, 1025)
@@ -134,9 +130,7 @@ def test_gpt2_is_the_stock_model_on_bytes(monkeypatch: pytest.MonkeyPatch) -> No
     assert logits.shape == (2, 8, 50257)
 
 
-def test_without_transformers_the_error_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_transformers_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ModuleNotFoundError, match=r'pip install "transformers>=5"'):
         targets.gpt2()

@@ -10,11 +10,7 @@ from torch import nn
 
 from attngraph.capture.trace import capture
 from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.models.masked_attention import (
-    CausalAttention,
-    CausalAttentionConfig,
-    CausalSelfAttention,
-)
+from attngraph.models.masked_attention import CausalAttention, CausalAttentionConfig, CausalSelfAttention
 
 
 def causal_model() -> nn.Module:

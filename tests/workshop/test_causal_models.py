@@ -50,10 +50,7 @@ def test_a_name_that_tells_nothing_has_no_role() -> None:
 
 
 def test_the_table_counts_every_class_and_keeps_the_reasons() -> None:
-    rows = [
-        {"cell": "A", "outcome": "equal"},
-        {"cell": "B", "outcome": "refused", "reason": "because | so"},
-    ]
+    rows = [{"cell": "A", "outcome": "equal"}, {"cell": "B", "outcome": "refused", "reason": "because | so"}]
     text = page(rows, "5.0")
     assert "| equal | 1 of 2 |" in text
     assert "| B | because \\| so |" in text

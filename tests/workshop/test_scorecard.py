@@ -23,14 +23,7 @@ from workshop.bench.scorecard.ahead_of_time import TARGETS, requests
 from workshop.bench.scorecard.cards import CARDS, DRAIN, OBTAINED, TURN
 from workshop.bench.scorecard.cells import CELLS, HEADS, TOKENS, plan, useful, visited
 from workshop.bench.scorecard.code import Code, Instruction, Step, Work, tile_loops
-from workshop.bench.scorecard.figures import (
-    CodeError,
-    Compiled,
-    Figures,
-    Part,
-    compile_and_read,
-    figures,
-)
+from workshop.bench.scorecard.figures import CodeError, Compiled, Figures, Part, compile_and_read, figures
 from workshop.bench.scorecard.joins import KEPT, joins
 from workshop.bench.scorecard.run import FLEX, GROUPS, OURS, PLAIN, Row, run
 from workshop.bench.scorecard.suite import flat, joins_table, row_of, side_by_side

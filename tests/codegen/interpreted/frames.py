@@ -16,10 +16,7 @@ from attngraph.ir.ops import kernels
 SMALL = Forward(Blocks(32, 16))
 FEW_ROWS = Blocks(16, 16)
 REFERENCE = kernels.KERNELS["reference"]
-TOLERANCE = {
-    torch.float32: {"atol": 2e-5, "rtol": 1e-5},
-    torch.float16: {"atol": 2e-3, "rtol": 2e-3},
-}
+TOLERANCE = {torch.float32: {"atol": 2e-5, "rtol": 1e-5}, torch.float16: {"atol": 2e-3, "rtol": 2e-3}}
 Results = tuple[Tensor, Tensor]
 
 
