@@ -10,11 +10,21 @@ from torch import nn
 import attngraph
 from attngraph.errors import CheckError
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
+from attngraph.report.cache_entry import CacheEntry
 from attngraph.report.ranks import CACHE_EXCHANGE
 from tests.parallel.models import CLASSES, Shared, ids, on_ranks, stock
 
 FAST = ("LlamaForCausalLM",)
 DECODERS = [name for name, (_, _, kept) in CLASSES.items() if kept is not None]
+
+
+def as_one_device(model: nn.Module, prompts: torch.Tensor, decoder: Any, tokens: int) -> CacheEntry:
+    """What a decoder on ranks keeps, whose tokens are those of one device."""
+    wanted = attngraph.compile(model, cache=True).generate(prompts, tokens)
+    assert torch.equal(decoder.generate(prompts, tokens), wanted)
+    cache = decoder.report.cache
+    assert isinstance(cache, CacheEntry) and cache.ranks is not None
+    return cache
 
 
 @pytest.mark.parametrize("ranks", [4, 2])
@@ -24,13 +34,9 @@ DECODERS = [name for name, (_, _, kept) in CLASSES.items() if kept is not None]
 def test_a_stock_decoder_on_ranks_gives_the_tokens_of_one_device(name: str, ranks: int) -> None:
     model, prompts = stock(name), ids()
     decoder = on_ranks(ranks, model)
-    assert torch.equal(
-        decoder.generate(prompts, 6), attngraph.compile(model, cache=True).generate(prompts, 6)
-    )
-    cache, kept = decoder.report.cache, CLASSES[name][2]
-    assert cache is not None and kept is not None and cache.bytes_per_token == kept[ranks // 4]
+    cache, kept = as_one_device(model, prompts, decoder, 6), CLASSES[name][2]
+    assert kept is not None and cache.bytes_per_token == kept[ranks // 4]
     assert decoder.prefill(prompts)[1].bytes_per_token == ranks * cache.bytes_per_token
-    assert cache.ranks is not None
     assert {why for *_, why in cache.ranks.alike} <= {"the heads of every rank attend to it"}
     assert not cache.ranks.alike or all(entry.kv_heads == 1 for entry in decoder.report.attention)
 
@@ -41,13 +47,10 @@ def test_a_stock_decoder_on_ranks_gives_the_tokens_of_one_device(name: str, rank
 )
 def test_a_stock_decoder_on_ranks_that_are_to_divide_tokens(name: str, ranks: int) -> None:
     model, prompts = stock(name), ids()
-    decoder = on_ranks(ranks, model, cache="tokens")
-    assert torch.equal(
-        decoder.generate(prompts, 6), attngraph.compile(model, cache=True).generate(prompts, 6)
-    )
-    cache, kept = decoder.report.cache, CLASSES[name][2]
-    assert cache is not None and kept is not None and cache.bytes_per_token == kept[ranks // 4]
-    assert cache.ranks is not None and {team for *_, team in cache.ranks.tokens} == {2}
+    cache = as_one_device(model, prompts, on_ranks(ranks, model, cache="tokens"), 6)
+    kept = CLASSES[name][2]
+    assert kept is not None and cache.bytes_per_token == kept[ranks // 4]
+    assert {team for *_, team in cache.ranks.tokens} == {2}
     assert not cache.ranks.alike and not cache.ranks.heads
 
 
@@ -142,12 +145,7 @@ def test_a_decoder_on_ranks_knows_its_longest_sequence_sees_new_weights_and_is_n
 def test_heads_that_cannot_be_divided_are_kept_by_every_rank_and_told() -> None:
     model = _lm(heads=3, width=24)
     decoder = on_ranks(2, model)
-    prompts = ids(1)
-    assert torch.equal(
-        decoder.generate(prompts, 4), attngraph.compile(model, cache=True).generate(prompts, 4)
-    )
-    cache = decoder.report.cache
-    assert cache is not None and cache.ranks is not None
+    cache = as_one_device(model, ids(1), decoder, 4)
     assert cache.ranks.heads == () and len(cache.ranks.alike) == 2
     assert cache.bytes_per_token == cache.expanded == 2 * 24 * 4
     assert "kept by every rank: 2 value(s) of 96 bytes a token" in str(decoder.report)
@@ -157,11 +155,8 @@ def test_heads_that_cannot_be_divided_are_kept_by_every_rank_and_told() -> None:
 def test_ranks_divide_the_tokens_of_a_latent(ranks: int) -> None:
     model, prompts = Shared(latent=True), ids()
     decoder = on_ranks(ranks, model)
-    assert torch.equal(
-        decoder.generate(prompts, 24), attngraph.compile(model, cache=True).generate(prompts, 24)
-    )
-    cache, told = decoder.report.cache, decoder.report.ranks
-    assert cache is not None and cache.ranks is not None and told is not None
+    cache, told = as_one_device(model, prompts, decoder, 24), decoder.report.ranks
+    assert told is not None
     assert cache.bytes_per_token == 8 * 4 // ranks
     assert ("heads", 4) in {(e.what, e.count) for e in told.divided}
     assert [(size, team) for _, size, team in cache.ranks.tokens] == [(8 * 4 // ranks, ranks)]
@@ -170,13 +165,9 @@ def test_ranks_divide_the_tokens_of_a_latent(ranks: int) -> None:
 
 
 def test_a_latent_is_kept_by_every_rank_where_heads_alone_are_divided() -> None:
-    model, prompts = Shared(latent=True), ids()
-    decoder = on_ranks(2, model, cache="heads")
-    assert torch.equal(
-        decoder.generate(prompts, 4), attngraph.compile(model, cache=True).generate(prompts, 4)
-    )
-    cache = decoder.report.cache
-    assert cache is not None and cache.ranks is not None and cache.bytes_per_token == 8 * 4
+    model = Shared(latent=True)
+    cache = as_one_device(model, ids(), on_ranks(2, model, cache="heads"), 4)
+    assert cache.bytes_per_token == 8 * 4
     assert [found[1:] for found in cache.ranks.alike] == [(32, "token", "all heads share it")]
 
 

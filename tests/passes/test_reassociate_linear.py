@@ -4,6 +4,7 @@ the same answers and nothing of size tokens x tokens; what does not grow with th
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -66,6 +67,16 @@ def notes(compiled: attngraph.CompiledModule) -> tuple[str, ...]:
     return step.notes
 
 
+def noted(function: Callable[..., Any], *inputs: Tensor) -> tuple[str, ...]:
+    """The pass's notes on a function, whose answers are eager's."""
+    compiled = attngraph.compile(function, min_scores=0)
+    torch.testing.assert_close(compiled(*inputs), function(*inputs), atol=1e-10, rtol=1e-10)
+    return notes(compiled)
+
+
+SUMMED = "causal, keys and values are summed first"
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_keys_and_values_are_summed_first_with_the_answers_of_eager(name: str) -> None:
     function, sums = FORMS[name]
@@ -99,10 +110,7 @@ def test_more_keys_than_queries_and_shared_key_heads() -> None:
     def shared(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return (q @ k[:, :1].mT) @ v[:, :1]
 
-    inputs = [torch.randn(2, 4, t, 8, dtype=torch.float64) for t in (5, 9, 9)]
-    compiled = attngraph.compile(shared)
-    assert torch.allclose(compiled(*inputs), shared(*inputs), atol=1e-10)
-    assert notes(compiled)
+    assert noted(shared, *(torch.randn(2, 4, t, 8, dtype=torch.float64) for t in (5, 9, 9)))
 
 
 def test_two_linear_layers_in_a_row_stay_two() -> None:
@@ -125,40 +133,29 @@ def test_scores_that_are_returned_as_well_are_left_as_they_are() -> None:
     assert not notes(compiled)
 
 
-@pytest.mark.parametrize("power", [2, 3])
-def test_a_function_of_the_scores_is_no_linear_attention(power: int) -> None:
-    def curved(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return (q @ k.mT) ** power @ v
-
-    compiled = attngraph.compile(curved)
-    inputs = qkv(7)
-    assert torch.allclose(compiled(*inputs), curved(*inputs), atol=1e-10)
-    (note,) = notes(compiled)
-    assert "its weights are a function of the scores other than a multiple" in note
+def decayed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    i = torch.arange(q.shape[2])
+    behind = i[:, None] - i
+    return (q @ k.mT * torch.where(behind >= 0, 0.9 ** behind.to(q.dtype), 0.0)) @ v
 
 
-def test_a_decay_is_told_as_what_stands_in_the_way() -> None:
-    def retention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        i = torch.arange(q.shape[2])
-        behind = i[:, None] - i
-        return (q @ k.mT * torch.where(behind >= 0, 0.9 ** behind.to(q.dtype), 0.0)) @ v
+CURVED = "its weights are a function of the scores other than a multiple"
+IN_THE_WAY: dict[str, tuple[Function, str]] = {
+    "a square": (lambda q, k, v: (q @ k.mT) ** 2 @ v, CURVED),
+    "a cube": (lambda q, k, v: (q @ k.mT) ** 3 @ v, CURVED),
+    "a decay": (decayed, "depends on query and key together (a decay, say)"),
+    "a window": (
+        lambda q, k, v: (q @ k.mT).tril().triu(-2) @ v,
+        "its mask is neither causal nor none (causal & window(3))",
+    ),
+}
 
-    compiled = attngraph.compile(retention)
-    inputs = qkv(7)
-    assert torch.allclose(compiled(*inputs), retention(*inputs), atol=1e-10)
-    (note,) = notes(compiled)
-    assert "depends on query and key together (a decay, say)" in note
 
-
-def test_a_window_is_told_as_what_stands_in_the_way() -> None:
-    def windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return (q @ k.mT).tril().triu(-2) @ v
-
-    compiled = attngraph.compile(windowed)
-    inputs = qkv(7)
-    assert torch.allclose(compiled(*inputs), windowed(*inputs), atol=1e-10)
-    (note,) = notes(compiled)
-    assert "its mask is neither causal nor none (causal & window(3))" in note
+@pytest.mark.parametrize("name", IN_THE_WAY)
+def test_what_stands_in_the_way_is_told(name: str) -> None:
+    function, reason = IN_THE_WAY[name]
+    (note,) = noted(function, *qkv(7))
+    assert reason in note
 
 
 @pytest.mark.parametrize("shape", [(2, 7, 16), (7, 16)], ids=str)
@@ -177,11 +174,8 @@ def test_values_that_are_a_product_themselves_are_not_taken_for_scores(shape: tu
             weights = (q @ k.mT / 4).masked_fill(self.tril[:t, :t] == 0, 0)  # type: ignore[index]
             return weights @ self.v(x) / weights.sum(-1, keepdim=True)
 
-    layer = Layer().double()
-    compiled = attngraph.compile(layer)
-    x = torch.randn(*shape, dtype=torch.float64)
-    assert torch.allclose(compiled(x), layer(x), atol=1e-10)
-    assert [n.split(": ")[1] for n in notes(compiled)] == ["causal, keys and values are summed first"] * 2
+    told = noted(Layer().double(), torch.randn(*shape, dtype=torch.float64))
+    assert [note.split(": ")[1] for note in told] == [SUMMED] * 2
 
 
 def test_products_with_joined_products_are_left_without_a_fault() -> None:
@@ -236,11 +230,9 @@ class Projected(nn.Module):
 @pytest.mark.parametrize("rows", [(), (2,), (2, 3)])
 def test_values_that_are_a_layers_own_product_are_no_scores(packed: bool, rows: tuple[int, ...]) -> None:
     model = Projected(packed).double()
-    compiled = attngraph.compile(model, min_scores=0)
     for tokens in (9, 40):
-        x = torch.randn(*rows, tokens, 8, dtype=torch.float64)
-        assert torch.allclose(compiled(x), model(x), atol=1e-10)
-    assert [note.split(": ")[1] for note in notes(compiled)] == ["causal, keys and values are summed first"]
+        told = noted(model, torch.randn(*rows, tokens, 8, dtype=torch.float64))
+        assert [note.split(": ")[1] for note in told] == [SUMMED]
 
 
 def test_operands_that_are_rounded_each_for_itself_are_multiplied_in_one_dtype(
@@ -275,6 +267,5 @@ def test_a_system_solved_row_by_row_is_not_looked_into_for_each_row(monkeypatch:
     examine = linear.examine
     monkeypatch.setattr(linear, "examine", lambda *a: (looked_into.append(a), examine(*a))[1])
     solve, given = rows_of_a_triangular_system(32), torch.randn(3, 1, 2, 32, 32, dtype=torch.float64)
-    compiled = attngraph.compile(solve, min_scores=0)
-    torch.testing.assert_close(compiled(*given), solve(*given))
+    noted(solve, *given)
     assert 0 < len(looked_into) < 31
