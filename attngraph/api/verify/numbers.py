@@ -38,7 +38,7 @@ class Numbers:
     def __init__(self, matched: Matched, gradients: bool, chosen: random.Random) -> None:
         self.matched, self.gradients, self.chosen = matched, gradients, chosen
         self.plain = [matched.reference, matched.candidate]
-        self.wide = [_in_float64(side) for side in self.plain]
+        self.wide = [copy.deepcopy(s).double() if isinstance(s, nn.Module) else s for s in self.plain]
         modules = [m for m in (*self.plain, *self.wide) if isinstance(m, nn.Module)]
         for weight in (w for m in modules for w in m.parameters() if w.is_floating_point()):
             weight.requires_grad_(gradients)
@@ -307,10 +307,6 @@ class Numbers:
 
 class _Refused(Exception):
     """A side, 0 or 1, raises an exception."""
-
-
-def _in_float64(side: Any) -> Any:
-    return copy.deepcopy(side).double() if isinstance(side, nn.Module) else side
 
 
 def _paired(sides: Sequence[Any], matched: Matched) -> list[Tensor]:

@@ -33,6 +33,7 @@ from attngraph.errors import SavedError, first_line
 from attngraph.runtime.decoder import Decoder
 from attngraph.runtime.verify import tensors_of
 from attngraph.saved.folder import MANIFEST
+from attngraph.saved.weights import put
 
 WORKER = "attngraph.cli.worker"
 """The module that the process of a candidate runs."""
@@ -235,25 +236,18 @@ class Process:
 class Apart(nn.Module):
     """Stands for the candidate: it has the same weights, and sends them with every call."""
 
-    process: Process
     untraced = "it runs in a process of its own"
     has_gradients = False
 
     def __init__(self, process: Process) -> None:
         super().__init__()
-        self.process = process
+        self._process = process
         self.eval()
         found = process.ask({"ask": "weights"})
         for name, tensor in found["weights"].items():
-            *path, last = name.split(".")
-            owner: nn.Module = self
-            for part in path:
-                owner = owner._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
-            if name in found["trained"]:
-                owner._parameters[last] = nn.Parameter(tensor, tensor.is_floating_point())
-            else:
-                owner._buffers[last] = tensor
+            trained = name in found["trained"]
+            put(self, name, nn.Parameter(tensor, tensor.is_floating_point()) if trained else tensor)
 
     def forward(self, *args: Any, **kwargs: Any) -> list[Tensor]:
         question = {"args": args, "kwargs": kwargs, "weights": dict(self.state_dict())}
-        return tensors_of(self.process.ask({"ask": "results", **question})["results"])
+        return tensors_of(self._process.ask({"ask": "results", **question})["results"])

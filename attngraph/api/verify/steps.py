@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from attngraph.api.arguments import by_name
 from attngraph.api.verify.matched import Matched
 from attngraph.api.verify.verdict import Difference, Incomparable
 from attngraph.runtime.verify import logits_of_tokens
@@ -105,10 +106,7 @@ class Sequences(nn.Module):
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
         """A call's arguments by the names that the model has for them."""
-        inputs = dict(self.signature.bind(*args, **kwargs).arguments)
-        for name, parameter in self.signature.parameters.items():
-            if parameter.kind == parameter.VAR_KEYWORD:
-                inputs |= inputs.pop(name, {})
+        inputs = by_name(self.signature, args, kwargs)
         tensors = [n for n, v in inputs.items() if isinstance(v, Tensor) and not n.endswith("mask")]
         return Given(([n for n in tensors if n.startswith(_OF_TOKENS)] or tensors)[0], inputs)
 
