@@ -136,43 +136,42 @@ def _derived(
         inserted = _with_cache(made, (insert, *divide), options)
         asked = _sides(target, plain, example, options, config.beside)
         sides = asked if learned is None else Sides()
-        graph = made.captured.graph
+        graph, logits = made.captured.graph, build.place_of_logits(made.captured.structure)
         kept = None if graph.ranks is None else account_cache(graph, config.floating)
         rest = run_passes(graph, later, made.dump, options.progress)
-    step = _step(graph.copy() if rounding else graph, owner, made.captured, sides, example, options)
+
+    def stepped(of: ProgramGraph, **told: Any) -> Step:
+        """The step of a graph. `told`: what its plan has then, and that of the graph which is rounded."""
+        for each in (of, graph) if told else ():
+            assert each.state is not None
+            each.state = dataclasses.replace(each.state, **told)
+        return _step(of, owner, made.captured, sides, example, options)
+
+    step = stepped(graph.copy() if rounding else graph)
     proved = _proved(target, made, divided, step, example, options, config)
     if proved is not None and step.plan.least > 1 and options.devices.is_one:
-        logits = build.place_of_logits(made.captured.structure)
-        if others := prove_other_lengths(target, step, proved.arguments, logits):
-            for each in (step.graph, graph):
-                assert each.state is not None
-                each.state = dataclasses.replace(each.state, others=others)
-            step = _step(step.graph, owner, made.captured, sides, example, options)
+        others = prove_other_lengths(target, step, proved.arguments, logits)
+        step = stepped(step.graph, others=others) if others else step
     if learned is not None:
         sides = asked.renamed(learned.symbols)
-        for each in (step.graph, graph):
-            assert each.state is not None
-            each.state = dataclasses.replace(each.state, begins=learned.count)
-        step = _step(step.graph, owner, made.captured, sides, example, options)
+        step = stepped(step.graph, begins=learned.count)
         arguments = {n: v.tensor if isinstance(v, Laid) else v for n, v in example.arguments.items()}
-        prove_longer(target, step, arguments, build.place_of_logits(made.captured.structure))
+        prove_longer(target, step, arguments, logits)
     drift = None
     if rounding:
         wide, more = step, run_passes(graph, rounding, made.dump, options.progress)
         rest.records += more.records
-        step = _step(graph, owner, made.captured, sides, example, options)
+        step = stepped(graph)
         if proved is not None:
             drift = prove_storage(wide, step, proved)
     if graph.unordered is not None and config.floating is not None:
         names = [s.name for s in _rounded(step, config)]
         see_rounded(graph, names, str(config.floating).removeprefix("torch."))
         graph.clean()
-        step = _step(graph, owner, made.captured, sides, example, options)
+        step = stepped(graph)
     if config.beside is not None:
-        assert graph.state is not None and made.before is not None
-        place = build.place_of_logits(made.captured.structure)
-        graph.state = dataclasses.replace(graph.state, beside=width_beside(made.before, place))
-        step = _step(graph, owner, made.captured, sides, example, options)
+        assert made.before is not None
+        step = stepped(graph, beside=width_beside(made.before, logits))
     cache = _cache_entry(step, config, made.captured, None if proved is None else proved.error, drift, kept)
     records = (*inserted.records, *rest.records)
     step.report = made.report(options, start, records, cache=cache, programs=programs_of(graph))
