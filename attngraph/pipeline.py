@@ -22,7 +22,7 @@ from attngraph.ir.graph.verify import is_unchanged, seen, verify
 from attngraph.ir.modes import own_modes
 from attngraph.meaning.algebra.simplify.remembered import remembering
 from attngraph.meaning.check.check import require_same_results
-from attngraph.report.dump import CAPTURE, Dump, notes_of, write_failed
+from attngraph.report.dump import CAPTURE, Dump, notes_of, write_failed, write_values
 from attngraph.report.entries import PassRecord
 from attngraph.report.user_code import UserCode, user_code
 
@@ -137,7 +137,7 @@ def _run(
     head, text = format_file(graph)
     result = Result(captured=text, code=user_code(graph))
     if dump is not None and dump.count == 0:
-        dump.values(graph)
+        write_values(graph, dump.folder)
         dump.stage(CAPTURE, graph.level.name.lower(), [], head, text)
     for number, step in enumerate(passes):
         step = _at(step, graph.level)

@@ -51,17 +51,15 @@ class Dump:
 
     def stage(self, name: str, title: str, notes: Sequence[str], head: str, text: str) -> Path:
         """Write the graph after a pass; return the file. `head` and `text` are by `ir/graph/printer.py`."""
-        words = [f"# {self.count:02d} {name}   {title}", *(f"# {n}" for n in notes)]
         path = self.folder / f"{self.count:02d}-{name}.txt"
-        path.write_text("\n".join([*words, head, text]) + "\n", encoding="utf-8")
+        _write_graph(path, [f"{self.count:02d} {name}   {title}", *notes], head, text)
         self.count += 1
         return path
 
     def finish(self, report: CompileReport) -> None:
         """Write the index, the report, and the kernels' texts."""
-        entries = [{k: v for k, v in dataclasses.asdict(r).items() if k != "text"} for r in report.passes]
-        self._json("index.json", entries)
         found = json.loads(report.to_json())
+        self._json("index.json", found["passes"])
         told: tuple[AttentionEntry | TokenProgramEntry, ...] = (*report.attention, *report.programs)
         kernels = list(dict.fromkeys(a.kernel for a in told if a.kernel.source))
         for number, kernel in enumerate(kernels):
@@ -71,10 +69,6 @@ class Dump:
                 entry["kernel"]["file"] = kernel_file(kernels.index(given.kernel), given.kernel)
         self._json("report.json", found)
         self._json(CODE, dataclasses.asdict(report.code))
-
-    def values(self, graph: ProgramGraph) -> None:
-        """Write the contents of the buffers and constants that passes look at."""
-        write_values(graph, self.folder / VALUES)
 
     def discard(self) -> None:
         """Remove the folder, which belongs to an attempt that was discarded."""
@@ -179,12 +173,16 @@ def _kernel_text(folder: Path, name: str) -> str:
         return _text_of(path)
 
 
-def write_values(graph: ProgramGraph, path: Path) -> None:
-    """Write the known contents of a graph's inputs; no file if none are known."""
+def write_values(graph: ProgramGraph, folder: Path) -> None:
+    """Write the known contents of a graph's inputs, which passes look at; no file if none are known."""
     inputs = ((input_name(given), node.name) for node, given in graph.given().items())
     known = {label: encode(graph.values[name]) for label, name in inputs if name in graph.values}
     if known:
-        path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+        (folder / VALUES).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+
+
+def _write_graph(path: Path, words: Sequence[str], head: str, text: str) -> None:
+    path.write_text("\n".join([*(f"# {line}" for line in words), head, text]) + "\n", encoding="utf-8")
 
 
 def write_failed(dump: Dump | None, name: str, about: str, head: str, text: str, graph: ProgramGraph) -> Path:
@@ -192,9 +190,8 @@ def write_failed(dump: Dump | None, name: str, about: str, head: str, text: str,
     where it cannot be written."""
     folder = Path(tempfile.mkdtemp(prefix="attngraph-failed-")) if dump is None else dump.folder
     path = folder / f"before-{name}.txt"
-    words = [f"# {line}" for line in about.splitlines()]
-    path.write_text("\n".join([*words, head, text]) + "\n", encoding="utf-8")
-    write_values(graph, folder / VALUES)
+    _write_graph(path, about.splitlines(), head, text)
+    write_values(graph, folder)
     return path
 
 

@@ -22,9 +22,7 @@ def render(
     report: Entries, title: str = "", weights: Mapping[str, Tensor] | None = None,
     earlier: Entries | None = None, times: Times | None = None,
 ) -> str:  # fmt: skip
-    """The page of a report as text. `title` says what was compiled, if that is known; `weights` are those of
-    attentions, by name (`compiled.weights`); `earlier` is a report to compare this one with; `times`,
-    those of operations (`compiled.times`)."""
+    """The page of a report as text; arguments as of `CompileReport.to_html`."""
     graphs, then = _graphs(report), () if earlier is None else _graphs(earlier)
     store, groups = Store(), folded(report.attention)
     every = [graph.code for graph in graphs]

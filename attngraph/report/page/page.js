@@ -81,34 +81,35 @@ async function unfold(button) {
   }
   const made = make("div", "unfolded");
   button.after(made);
-  try {
-    const { texts, folds } = await store();
+  await unpackInto(made, ({ texts, folds }) => {
     const [before, after, blocks] = folds[Number(button.dataset.fold)];
     for (const [code, ...ends] of blocks) {
       const kind = ["equal", "changed", "replaced"][code];
       for (const one of kind === "changed" ? each(ends) : [ends]) made.append(block(kind, texts[before], texts[after], one));
     }
+  });
+}
+
+async function unpackInto(place, fill) {
+  try {
+    fill(await store());
   } catch (problem) {
-    made.textContent = "This browser cannot unpack the text (" + problem + "). The dump's files hold it.";
+    place.textContent = "This browser cannot unpack the text (" + problem + "). The dump's files hold it.";
   }
 }
 
 async function showText(place) {
   if (place.dataset.done) return;
   place.dataset.done = "yes";
-  try {
-    const { texts } = await store();
-    const text = texts[Number(place.dataset.text)].join("\n");
-    const pre = make("pre", "", text);
+  await unpackInto(place, ({ texts }) => {
+    const pre = make("pre", "", texts[Number(place.dataset.text)].join("\n"));
     pre.tabIndex = 0;
     pre.setAttribute("role", "group");
     pre.setAttribute("aria-label", "text of the graph");
     const button = make("button", "copy", "Copy");
     button.type = "button";
     place.replaceChildren(button, pre);
-  } catch (problem) {
-    place.textContent = "This browser cannot unpack the text (" + problem + "). The dump's files hold it.";
-  }
+  });
 }
 
 async function copy(button) {
