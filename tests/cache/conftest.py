@@ -12,17 +12,9 @@ from torch import Tensor, nn
 import attngraph
 from attngraph.models.sampling import beam_search
 from attngraph.runtime import pages
+from tests.cache.small import greedy
 
 Decodes = Callable[..., attngraph.Decoder]
-
-
-def _recomputed(model: nn.Module, ids: Tensor, new: int) -> Tensor:
-    """Greedy tokens, `[B, new]`, each from the model called on the whole sequence."""
-    whole = ids
-    with torch.no_grad():
-        for _ in range(new):
-            whole = torch.cat([whole, _Logits(model)(whole)[:, -1:].argmax(-1)], 1)
-    return whole[:, ids.shape[1] :]
 
 
 @pytest.fixture
@@ -35,7 +27,7 @@ def decodes(poisoned: None) -> Decodes:
         model.eval()
         generator = torch.Generator().manual_seed(3)
         rows = [torch.randint(3, vocabulary, (n,), generator=generator) for n in (7, 2, 12)]
-        wanted = [_recomputed(model, row[None], new)[0] for row in rows]
+        wanted = [greedy(_Logits(model), row[None], new)[0, len(row) :] for row in rows]
         decoder = attngraph.compile(model, cache=True)
         found = decoder.generate(rows, new)
         whole = [torch.cat(both) for both in zip(rows, wanted, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,6 +26,14 @@ def stirred(model: nn.Module, seed: int = 0) -> nn.Module:
 
 def some_ids(rows: int, tokens: int, vocabulary: int = VOCABULARY, seed: int = 0) -> Tensor:
     return torch.randint(3, vocabulary, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def greedy(model: Callable[[Tensor], Tensor], ids: Tensor, new: int) -> Tensor:
+    """Tokens, `[B, T]`, and as many new ones, each the likeliest by the logits of the whole sequence."""
+    for _ in range(new):
+        ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], 1)
+    return ids
 
 
 def refuses(model: nn.Module, match: str = "", rows: int = 1) -> str:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import attngraph
+from tests.cache.small import greedy
 
 VOCAB, WIDTH, HEADS = 61, 32, 2
 IDS = torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(2))
@@ -56,10 +57,8 @@ def test_new_tokens_go_on_by_the_rule(how: str, layout: str) -> None:
     assert torch.allclose(decoder.decode(more[:, 9:10], state), wanted[:, :1], atol=1e-5)
     own = given(how, layout, 12)[..., 10:, :]
     assert torch.allclose(decoder.decode(more[:, 10:], state, mask=own), wanted[:, 1:], atol=1e-5)
-    ids = IDS
-    for _ in range(6):
-        ids = torch.cat([ids, model(ids, given(how, layout, ids.shape[1]))[:, -1:].argmax(-1)], 1)
-    assert decoder.generate(IDS, 6, mask=given(how, layout, 9)).equal(ids)
+    whole = greedy(lambda ids: model(ids, given(how, layout, ids.shape[1])), IDS, 6)
+    assert decoder.generate(IDS, 6, mask=given(how, layout, 9)).equal(whole)
 
 
 @torch.no_grad()
@@ -98,9 +97,7 @@ def test_padding_stands_beside_the_rule() -> None:
 def test_one_token_is_taken_to_have_a_causal_mask(how: str, layout: str) -> None:
     model, ids = Masked(how).eval(), IDS[:, :1]
     decoder = attngraph.compile(model, cache=True)
-    wanted = ids
-    for _ in range(6):
-        wanted = torch.cat([wanted, model(wanted, given(how, layout, wanted.shape[1]))[:, -1:].argmax(-1)], 1)
+    wanted = greedy(lambda ids: model(ids, given(how, layout, ids.shape[1])), ids, 6)
     assert decoder.generate(ids, 6, mask=given(how, layout, 1)).equal(wanted)
     assert "one entry tells no rule" in str(decoder.report)
     _, state = decoder.prefill(ids, mask=given(how, layout, 1))
@@ -144,10 +141,7 @@ def test_a_translator_begins_with_one_token(rows: int, tokens: int) -> None:
     def mask(tokens: int) -> Tensor:
         return torch.ones(1, tokens, tokens).tril()
 
-    wanted = ids
-    for _ in range(8):
-        logits = model(wanted, source, source_mask, mask(wanted.shape[1]))
-        wanted = torch.cat([wanted, logits[:, -1:].argmax(-1)], 1)
+    wanted = greedy(lambda ids: model(ids, source, source_mask, mask(ids.shape[1])), ids, 8)
     decoder = attngraph.compile(model, cache=True)
     found = decoder.generate(ids, 8, source=source, source_mask=source_mask, mask=mask(tokens))
     assert found.equal(wanted)

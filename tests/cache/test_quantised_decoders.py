@@ -15,6 +15,7 @@ import attngraph
 from attngraph.ir.language.token_program import parse
 from attngraph.ir.ops.quantised import linear_q, unpack
 from attngraph.passes.fuse_token_wise.fuse import FuseTokenWise
+from tests.cache.small import greedy
 
 WIDTH, VOCABULARY = 32, 61
 
@@ -196,14 +197,6 @@ def quantised(convert: Any, seed: int = 0, blocks: int = 2) -> Model:
             if isinstance(child, nn.Linear):
                 setattr(module, name, convert(child))
     return model
-
-
-def greedy(model: nn.Module, ids: Tensor, count: int) -> Tensor:
-    """One whole sequence after the other."""
-    with torch.no_grad():
-        for _ in range(count):
-            ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], 1)
-    return ids
 
 
 def by_torchao(config: Callable[[Any], Any]) -> nn.Module:

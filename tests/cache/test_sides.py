@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import attngraph
 from attngraph import AttnGraphError, CacheError
+from tests.cache.small import greedy
 
 Asks = Callable[[int, int], Any]
 WORDS = 23
@@ -65,14 +66,6 @@ def prefilled(decoder: attngraph.Decoder, model: nn.Module, ids: Tensor) -> bool
         return is_right(found, model(ids))
 
 
-def continued(model: nn.Module, ids: Tensor, new: int) -> Tensor:
-    """With greedy tokens, each from the whole sequence."""
-    with torch.no_grad():
-        for _ in range(new):
-            ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], 1)
-    return ids
-
-
 BRANCHES: dict[str, tuple[Asks, list[tuple[int, int]]]] = {
     "n > 6": (lambda rows, n: n > 6, []),
     "n % 2": (lambda rows, n: n % 2, []),
@@ -95,7 +88,7 @@ def test_each_side_of_a_branch_has_a_graph_of_its_own_or_is_refused(name: str) -
     found = {size: prefilled(decoder, model, ids_of(*size)) for size in sizes}
     assert found == {size: None if size in without else True for size in sizes}
     if name == "n % 2":
-        assert torch.equal(decoder.generate(ids_of(2, 5), 4), continued(model, ids_of(2, 5), 4))
+        assert torch.equal(decoder.generate(ids_of(2, 5), 4), greedy(model, ids_of(2, 5), 4))
 
 
 def test_a_row_does_not_cross_a_branch_and_its_state_is_as_before() -> None:
@@ -111,7 +104,7 @@ def test_a_row_does_not_cross_a_branch_and_its_state_is_as_before() -> None:
         decoder.prefill([[1, 2, 3], [1, 2, 3, 4, 5, 6, 7, 8]])
     with pytest.raises(CacheError, match=crossed):
         decoder.generate(ids[:1, :5], max_new_tokens=4, num_beams=2)
-    assert torch.equal(decoder.generate(ids[:, :5], max_new_tokens=4), continued(model, ids[:, :5], 4))
+    assert torch.equal(decoder.generate(ids[:, :5], max_new_tokens=4), greedy(model, ids[:, :5], 4))
 
 
 def test_rows_that_become_fewer_cross_a_branch_on_their_number() -> None:
@@ -128,7 +121,7 @@ def test_requests_of_an_engine_are_each_alone_and_their_chunks_are_no_prompts() 
     prompts = [ids_of(1, n)[0] for n in (9, 3, 8)]
     requests = [engine.submit(p, max_new_tokens=2) for p in prompts]
     for prompt, request in zip(prompts, requests, strict=True):
-        assert request.result() == continued(model, prompt[None], 2)[0, len(prompt) :].tolist()
+        assert request.result() == greedy(model, prompt[None], 2)[0, len(prompt) :].tolist()
     with pytest.raises(CacheError, match="whether tokens <= 6"):
         engine.submit(prompts[1], max_new_tokens=5).result()
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import attngraph
 from attngraph import NoDecoderError
+from tests.cache.small import greedy
 
 VOCAB, WIDTH, HEADS, BLOCK = 31, 16, 2, 4
 
@@ -70,12 +71,6 @@ class Gated(_Blocks):
         return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ self.heads(self.v(every))
 
 
-def _greedy(model: nn.Module, ids: Tensor, count: int) -> Tensor:
-    for _ in range(count):
-        ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], 1)
-    return ids
-
-
 @pytest.mark.parametrize(
     ("kind", "kept"), [(Pooled, {(4, 1), (None, 4)}), (Gated, {(6, 1), (4, 1), (None, 4)})]
 )
@@ -87,7 +82,7 @@ def test_entries_of_blocks_are_kept(
     model = kind().eval()
     ids = torch.randint(VOCAB, (2, prompt), generator=torch.Generator().manual_seed(1))
     decoder = attngraph.compile(model, cache=True)
-    assert decoder.generate(ids, max_new_tokens=24).equal(_greedy(model, ids, 24))
+    assert decoder.generate(ids, max_new_tokens=24).equal(greedy(model, ids, 24))
     cache = decoder.report.cache
     assert cache is not None
     assert {(window, tokens) for _, _, window, tokens in cache.stores} == kept
@@ -148,4 +143,4 @@ def test_saved_decoders_and_states_beams_and_an_engine(tmp_path: Path) -> None:
     engine = attngraph.Engine(decoder, max_batch=2, chunk=4)
     requests = [engine.submit(row[:n].tolist(), 12) for row, n in zip(ids, (9, 5), strict=True)]
     assert requests[0].result() == wanted[0, 9:].tolist()
-    assert requests[1].result() == _greedy(model, ids[1:, :5], 12)[0, 5:].tolist()
+    assert requests[1].result() == greedy(model, ids[1:, :5], 12)[0, 5:].tolist()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import attngraph
+from tests.cache.small import greedy
 
 transformers = pytest.importorskip("transformers", reason="the transformers package is not installed")
 CACHE = pytest.importorskip("attngraph.hf").CACHE
@@ -406,13 +407,6 @@ def test_asking_for_the_weights_keeps_them_right_and_says_so(
 def test_greedy_decoding_without_a_cache_gives_the_tokens_of_eager() -> None:
     model = CASES["llama"].build()
     compiled = attngraph.compile(model)
-    found = []
-    for one in (model, compiled):
-        tokens = torch.tensor([[5, 9, 3]])
-        with torch.no_grad():
-            for _ in range(8):
-                logits = one(tokens, use_cache=False).logits
-                tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], 1)
-        found.append(tokens)
-    assert torch.equal(*found)
+    calls = (lambda ids, of=of: of(ids, use_cache=False).logits for of in (model, compiled))
+    assert torch.equal(*(greedy(call, torch.tensor([[5, 9, 3]]), 8) for call in calls))
     assert compiled.report.graphs == 1

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import attngraph
+from tests.cache.small import greedy
 
 H, C, L, P, R, V = 4, 32, 16, 8, 2, 6
 
@@ -116,19 +117,12 @@ APART: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def generated(model: nn.Module, ids: Tensor, count: int) -> Tensor:
-    with torch.no_grad():
-        for _ in range(count):
-            ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], 1)
-    return ids
-
-
 @pytest.mark.parametrize("name", JOINED)
 def test_a_decoder_keeps_the_latent_of_heads_in_a_loop(name: str) -> None:
     make, width = JOINED[name]
     model, ids = make().eval(), torch.randint(0, 50, (2, 7))
     decoder = attngraph.compile(model, cache=True)
-    assert torch.equal(decoder.generate(ids, 6), generated(model, ids, 6))
+    assert torch.equal(decoder.generate(ids, 6), greedy(model, ids, 6))
     assert decoder.report.cache is not None
     assert decoder.report.cache.bytes_per_token == width * 4
     (entry,) = decoder.report.attention

@@ -19,7 +19,7 @@ from attngraph.codegen.cpu.record.recording import Recording
 from attngraph.ir import budgets
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
 from attngraph.models.modern_decoder import ModernDecoder, ModernDecoderConfig
-from tests.cache.small import stirred
+from tests.cache.small import greedy, stirred
 
 VOCABULARY = 40
 
@@ -305,9 +305,7 @@ def test_a_recording_does_not_keep_the_pages_of_a_state() -> None:
 def test_generation_beams_and_the_engine_choose_what_the_model_chooses() -> None:
     model, decoder = shared("rotary")
     prompt = ids(2, 5)
-    wanted = prompt
-    for _ in range(12):
-        wanted = torch.cat([wanted, whole(model, wanted)[:, -1:].argmax(-1)], 1)
+    wanted = greedy(functools.partial(whole, model), prompt, 12)
     for _ in range(2):
         assert decoder.generate(prompt, max_new_tokens=12).tolist() == wanted.tolist()
     with pytest.MonkeyPatch.context() as patch:

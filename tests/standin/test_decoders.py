@@ -8,6 +8,7 @@ import transformers
 from torch import Tensor, nn
 
 import attngraph
+from tests.cache.small import greedy
 from workshop.standin.plugin import DEVICE
 
 _WIDTHS = {
@@ -38,9 +39,7 @@ def _deepseek() -> nn.Module:
 
 
 def _whole(model: nn.Module, ids: Tensor, new: int) -> Tensor:
-    for _ in range(new):
-        ids = torch.cat([ids, model(ids).logits[:, -1].argmax(-1, keepdim=True)], 1)
-    return ids
+    return greedy(lambda ids: model(ids).logits, ids, new)
 
 
 @pytest.mark.parametrize("build", [_gpt2, _qwen3, _deepseek])
