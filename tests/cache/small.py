@@ -43,8 +43,8 @@ def refuses(model: nn.Module, match: str = "", rows: int = 1) -> str:
     return problem.value.reason
 
 
-def by_steps(decoder: Any, ids: Tensor, first: int) -> tuple[Tensor, attngraph.KVCache]:
+def by_steps(decoder: Any, ids: Tensor, first: int, **given: Any) -> tuple[Tensor, attngraph.KVCache]:
     """The logits of a prompt of the first tokens, and of each other token by itself; and the state."""
-    found, state = decoder.prefill(ids[:, :first])
+    found, state = decoder.prefill(ids[:, :first], **given)
     steps = (decoder.decode(ids[:, t : t + 1], state) for t in range(first, ids.shape[1]))
     return torch.cat([found, *steps], 1), state

@@ -310,10 +310,9 @@ def test_what_two_encoders_say_is_computed_once(together: bool) -> None:
     model = stirred(TwoEncoders(together))
     texts, images, ids = some_ids(2, 7), some_ids(2, 5), some_ids(2, 9)
     compiled = attngraph.compile(model, cache=True)
-    logits, state = compiled.prefill(ids[:, :4], text=texts, image=images)
-    pieces = [logits, *(compiled.decode(ids[:, n : n + 1], state) for n in range(4, 9))]
+    found, _ = by_steps(compiled, ids, 4, text=texts, image=images)
     with torch.no_grad():
-        torch.testing.assert_close(torch.cat(pieces, 1), model(ids, texts, images))
+        torch.testing.assert_close(found, model(ids, texts, images))
     cache = compiled.report.cache
     assert cache is not None and cache.bytes_per_token == 128 and cache.fixed == (2 if together else 4)
 

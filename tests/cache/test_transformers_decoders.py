@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import attngraph
+from tests.cache.small import by_steps
 
 transformers = pytest.importorskip("transformers", reason="the transformers package is not installed")
 
@@ -241,9 +242,8 @@ def test_positions_that_count_the_tokens_before_them_have_a_decoder() -> None:
     target[0, 4] = model.config.pad_token_id  # is not counted
     with torch.no_grad():
         wanted = model(input_ids=source, decoder_input_ids=target).logits
-    first, state = decoder.prefill(target[:, :3], input_ids=source)
-    rest = [decoder.decode(target[:, n : n + 1], state) for n in range(3, 8)]
-    torch.testing.assert_close(torch.cat([first, *rest], 1), wanted, rtol=1e-4, atol=1e-5)
+    found, _ = by_steps(decoder, target, 3, input_ids=source)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     start = torch.ones(2, 1, dtype=torch.int64)
     assert torch.equal(decoder.generate(start, NEW, input_ids=source), theirs(model, input_ids=source))
 

@@ -15,6 +15,7 @@ from attngraph.codegen.cpu.carried import run_last_tokens, run_sums
 from attngraph.codegen.cpu.record.recording import Recording
 from attngraph.ir.ops.history import last_tokens
 from attngraph.ir.ops.running_sum import running_sum
+from tests.cache.small import by_steps
 
 LENGTHS = [(1,), (1, 1, 1), (7, 0, 3), (0, 40)]
 
@@ -127,9 +128,7 @@ def targets_of(model: nn.Module) -> set[str]:
     decoder = attngraph.compile(model.eval(), cache=True)
     ids = torch.randint(0, 30, (2, 9))
     with torch.no_grad():
-        logits, state = decoder.prefill(ids[:, :6])
-        parts = [logits, *(decoder.decode(ids[:, t : t + 1], state) for t in range(6, 9))]
-        torch.testing.assert_close(torch.cat(parts, 1), model(ids))
+        torch.testing.assert_close(by_steps(decoder, ids, 6)[0], model(ids))
     (step,) = decoder._derived.all()
     return {str(n.target) for n in step.graph.graph.nodes if n.op == "call_function"}
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import attngraph
-from tests.cache.small import greedy
+from tests.cache.small import greedy, stirred
 
 transformers = pytest.importorskip("transformers", reason="the transformers package is not installed")
 CACHE = pytest.importorskip("attngraph.hf").CACHE
@@ -99,17 +99,7 @@ class Case:
             **{**tokens, **self.settings}, attn_implementation="eager"
         )
         model: torch.nn.Module = getattr(transformers, self.model)(config)
-        return stirred(model.eval())
-
-
-def stirred(model: torch.nn.Module) -> torch.nn.Module:
-    """With weights so large that attention is far from uniform, and no bias or gate at its initial zero."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.add_(noise, alpha=0.2 if parameter.ndim > 1 else 0.1)
-    return model
+        return stirred(model)
 
 
 def causal(name: str, settings: dict[str, Any], *words: str, config: str = "") -> Case:

@@ -18,6 +18,7 @@ from attngraph.codegen.cpu.tokens import run
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.language.token_program import TokenProgram, parse
 from attngraph.ir.ops import token_program as op
+from tests.cache.small import by_steps
 
 WIDTH, HEADS, VOCABULARY = 16, 2, 24
 Mix = Callable[[Tensor], Tensor]
@@ -146,9 +147,8 @@ def check(model: nn.Module, decoder: attngraph.Decoder, tokens: int = 12) -> Non
     with torch.no_grad():
         wanted = model.double()(ids)
         model.float()
-    logits, state = decoder.prefill(ids[:, : tokens // 2])
-    found = [logits, *(decoder.decode(ids[:, n : n + 1], state) for n in range(tokens // 2, tokens))]
-    torch.testing.assert_close(torch.cat(found, 1).double(), wanted, rtol=1e-4, atol=1e-4)
+    found, _ = by_steps(decoder, ids, tokens // 2)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", MODELS)
