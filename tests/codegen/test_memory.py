@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import os
 import re
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from attngraph.ir import budgets
 from attngraph.ir.ops import memory
 from attngraph.ir.ops.kernels import empty_result
 from attngraph.runtime.measure import peak_memory
+from tests.runtime.small import together
 
 CPU = torch.device("cpu")
 ROWS = memory.LARGE // 4 // 256
@@ -124,11 +125,7 @@ def test_threads_never_share_a_block() -> None:
                 wrong.append(number)
             del own
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together([functools.partial(work, n) for n in range(6)])
     assert not wrong and memory.kept() <= before + 6 * memory.LARGE
 
 

@@ -2,7 +2,8 @@
 are compared with eager's."""
 
 import copy
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +70,26 @@ def gradients(result: Any, wanted: list[Tensor]) -> tuple[Tensor | None, ...]:
     parts = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
     sums = [(t * torch.linspace(0.5, 2, t.numel(), dtype=t.dtype).view(t.shape)).sum() for t in parts]
     return torch.autograd.grad(sum(sums[1:], sums[0]), wanted, allow_unused=True)
+
+
+def together(works: Sequence[Callable[[], object]], problems: list[BaseException] | None = None) -> None:
+    """Run all at once, each in a thread; the first thing that went wrong is raised. `problems` gets each."""
+    start, problems = threading.Barrier(len(works)), [] if problems is None else problems
+
+    def run(work: Callable[[], object]) -> None:
+        try:
+            start.wait()
+            work()
+        except BaseException as problem:
+            problems.append(problem)
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if problems:
+        raise problems[0]
 
 
 def agree(

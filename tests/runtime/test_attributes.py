@@ -2,8 +2,8 @@
 
 import copy
 import dataclasses
+import functools
 import io
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ from attngraph.capture.state import fingerprint as state
 from attngraph.capture.state.fingerprint import fingerprint
 from attngraph.errors import CaptureError
 from attngraph.runtime.look import Unseen
-from tests.runtime.small import agree, same, sequence
+from tests.runtime.small import agree, same, sequence, together
 
 
 class Attention(nn.Module):
@@ -327,23 +327,13 @@ def test_copies_and_pickles_set_their_own_attributes() -> None:
 def test_threads_may_share_a_model_that_sets_attributes() -> None:
     model = Layers().eval()
     compiled = attngraph.compile(model)
-    wrong: list[Any] = []
 
     def serve(seed: int) -> None:
-        try:
-            x = torch.randn(2, 4 + seed % 3, 8, generator=torch.Generator().manual_seed(seed))
-            for _ in range(5):
-                if compiled(x).shape != x.shape or model.gathered[0] is None:
-                    wrong.append(seed)
-        except Exception as problem:
-            wrong.append(problem)
+        x = torch.randn(2, 4 + seed % 3, 8, generator=torch.Generator().manual_seed(seed))
+        for _ in range(5):
+            assert compiled(x).shape == x.shape and model.gathered[0] is not None
 
-    threads = [threading.Thread(target=serve, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    together([functools.partial(serve, seed) for seed in range(4)])
     assert compiled.report.breaks == ()
 
 

@@ -1,7 +1,7 @@
 """How a compiled model may be called: any layout, size, structure, mode and thread; always eager's answer."""
 
+import functools
 import math
-import threading
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import attngraph
 from attngraph.ir.budgets import GRAPHS_KEPT
-from tests.runtime.small import Of, SelfAttention, agree, attend, same, sequence
+from tests.runtime.small import Of, SelfAttention, agree, attend, same, sequence, together
 
 Function = Callable[..., Any]
 Point = namedtuple("Point", "a b")
@@ -341,25 +341,14 @@ def test_threads_may_share_a_compiled_model() -> None:
     compiled = attngraph.compile(model)
     inputs = [sequence(5 + i % 3) for i in range(4)]
     expected = [model(x) for x in inputs]
-    problems: list[BaseException] = []
 
     def work(x: Tensor, result: Tensor, grads: bool) -> None:
-        try:
-            with torch.set_grad_enabled(grads):
-                for _ in range(4):
-                    same(compiled(x), result if grads else result.detach())
-        except BaseException as problem:
-            problems.append(problem)
+        with torch.set_grad_enabled(grads):
+            for _ in range(4):
+                same(compiled(x), result if grads else result.detach())
 
-    works = [
-        threading.Thread(target=work, args=(x, y, i % 2 == 0))
-        for i, (x, y) in enumerate(zip(inputs, expected, strict=True))
-    ]
-    for thread in works:
-        thread.start()
-    for thread in works:
-        thread.join()
-    assert not problems
+    calls = enumerate(zip(inputs, expected, strict=True))
+    together([functools.partial(work, x, y, i % 2 == 0) for i, (x, y) in calls])
 
 
 # --- random numbers ---

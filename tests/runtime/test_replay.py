@@ -20,6 +20,7 @@ from attngraph.ir import budgets
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
 from attngraph.models.modern_decoder import ModernDecoder, ModernDecoderConfig
 from tests.cache.small import greedy, stirred
+from tests.runtime.small import together
 
 VOCABULARY = 40
 
@@ -218,11 +219,7 @@ def test_threads_share_a_decoder(replayed: list[bool]) -> None:
     def run(n: int) -> None:
         found[n] = walk(decoder, batches[n], 4)
 
-    threads = [threading.Thread(target=run, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together([functools.partial(run, n) for n in range(4)])
     assert sum(replayed) > 50
     for n, logits in found.items():
         close(torch.cat(logits, 1), wanted[n][:, 4:])

@@ -1,36 +1,13 @@
 """Threads trace and serve at once: whatever traces waits its turn, and every answer is eager's."""
 
-import threading
-from collections.abc import Callable
-
 import pytest
 import torch
 
 import attngraph
 from attngraph.models.targets import tiny_decoder_lm
-from tests.runtime.small import SelfAttention
+from tests.runtime.small import SelfAttention, together
 
 THREADS = 8
-
-
-def together(works: list[Callable[[], None]], problems: list[BaseException]) -> None:
-    """Run all at once; the first thing that went wrong is raised."""
-    start = threading.Barrier(len(works))
-
-    def run(work: Callable[[], None]) -> None:
-        try:
-            start.wait()
-            work()
-        except BaseException as problem:
-            problems.append(problem)
-
-    threads = [threading.Thread(target=run, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if problems:
-        raise problems[0]
 
 
 def test_compiled_modules_and_decoders_trace_and_serve_at_once() -> None:
@@ -54,7 +31,7 @@ def test_compiled_modules_and_decoders_trace_and_serve_at_once() -> None:
             torch.testing.assert_close(found, wanted[n], rtol=1e-4, atol=1e-5)
 
     works = [lambda n=n: (call if n % 2 else decode)(n) for n in range(THREADS)]
-    together(works, [])  # type: ignore[arg-type]
+    together(works)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
