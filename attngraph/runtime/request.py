@@ -127,9 +127,13 @@ class Request:
                 self._step()
 
     async def __aiter__(self) -> AsyncIterator[int]:
-        tokens = iter(self)
-        while (token := await asyncio.to_thread(next, tokens, None)) is not None:
-            yield token
+        given = 0
+        while not self._ended(given):
+            if given < len(self.tokens):
+                yield self.tokens[given]
+                given += 1
+            else:
+                await asyncio.to_thread(self._step)
 
     def result(self) -> list[int]:
         """All new tokens; raises the request's own error, if it failed."""
