@@ -3,10 +3,11 @@ installed OpenVINO and onnxruntime.
 
     python -m workshop whole --json docs/measured/whole.json --plot whole.png
 
-Stock models of transformers with random weights, six layers (Whisper's encoder four, Swin two in each
-stage). Every candidate has a process of its own, and all take turns, round after round. The floor is the time
-that the cell's multiplications take at the speed of a large product, measured in the same run. Results are
-compared with eager's before anything is timed.
+Stock models of transformers with random weights, six layers (Whisper's four, Swin two in each stage), a
+padded batch of sentences whose tokens are averaged, and a block of a UNet. Every candidate has a process of
+its own, and all take turns, round after round. The floor is the time that the cell's multiplications take at
+the speed of a large product, measured in the same run; it counts padding, too. Results are compared with
+eager's before anything is timed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from workshop.bench import models
@@ -70,6 +72,64 @@ def _images(rows: int) -> Callable[[], tuple[Tensor, ...]]:
     return lambda: (torch.randn(rows, 3, 224, 224),)
 
 
+class Sentences(nn.Module):
+    """Embeddings of sentences, as sentence-transformers makes them: the mean of a sentence's tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        about: dict[str, Any] = {"hidden_size": 384, "intermediate_size": 1536, "num_attention_heads": 12}
+        self.encoder = _of("Bert", num_hidden_layers=6, **about)()
+
+    def forward(self, ids: Tensor, mask: Tensor) -> tuple[Tensor]:
+        tokens = self.encoder(ids, attention_mask=mask).last_hidden_state
+        real = mask.unsqueeze(-1).to(tokens.dtype)
+        return (functional.normalize((tokens * real).sum(1) / real.sum(1).clamp(min=1e-9)),)
+
+
+def _padded(rows: int, least: int, most: int) -> tuple[Tensor, Tensor]:
+    lengths = torch.randint(least, most + 1, (rows,))
+    lengths[0] = most
+    return torch.randint(5, 20000, (rows, most)), (torch.arange(most) < lengths[:, None]).long()
+
+
+class UNetBlock(nn.Module):
+    """A block of Stable Diffusion's UNet: attention among 64 x 64 places, to 77 words, and a gated layer."""
+
+    def __init__(self, width: int = 320, heads: int = 8, words: int = 768) -> None:
+        super().__init__()
+        self.heads, self.norms = heads, nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+        self.to_q = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(2))
+        self.to_k = nn.ModuleList(nn.Linear(n, width, bias=False) for n in (width, words))
+        self.to_v = nn.ModuleList(nn.Linear(n, width, bias=False) for n in (width, words))
+        self.to_out = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.up, self.down = nn.Linear(width, 8 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor, words: Tensor) -> tuple[Tensor]:
+        for place in range(2):
+            normal = self.norms[place](x)
+            given = (normal, words)[place]
+            pairs = (self.to_q, normal), (self.to_k, given), (self.to_v, given)
+            q, k, v = (to[place](y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for to, y in pairs)
+            found = functional.scaled_dot_product_attention(q, k, v)
+            x = x + self.to_out[place](found.transpose(1, 2).flatten(2))
+        value, gate = self.up(self.norms[2](x)).chunk(2, -1)
+        return (x + self.down(value * functional.gelu(gate)),)
+
+
+class Translated(nn.Module):
+    """Whisper's decoder: a few tokens, beside what its encoder gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import transformers
+
+        config = transformers.WhisperConfig(encoder_layers=1, decoder_layers=4)
+        self.decoder = transformers.WhisperModel(config).decoder
+
+    def forward(self, ids: Tensor, sound: Tensor) -> Any:
+        return self.decoder(input_ids=ids, encoder_hidden_states=sound, use_cache=False)
+
+
 _BERT = _of("Bert", num_hidden_layers=6)
 _GPT2 = _of("GPT2", "LMHeadModel", n_layer=6, use_cache=False)
 _LLAMA = _of(
@@ -84,12 +144,20 @@ WORKS: Mapping[str, Work] = {
     "Whisper encoder 3000": Work(
         _of("Whisper", encoder_layers=4, decoder_layers=1), lambda: (torch.randn(1, 80, 3000),)
     ),
+    "Whisper decoder 1 x 1": Work(Translated, lambda: (_ids(1, 1)()[0], torch.randn(1, 1500, 384))),
+    "MiniLM 64 x 5 to 120": Work(Sentences, lambda: _padded(64, 5, 120)),
+    "UNet block 2 x 4096": Work(UNetBlock, lambda: (torch.randn(2, 4096, 320), torch.randn(2, 77, 768))),
+    "Mamba-2 1 x 1024": Work(functools.partial(models.mamba2, layers=6), _ids(1, 1024)),
     "GPT-2 1 x 128": Work(_GPT2, _ids(1, 128)), "GPT-2 1 x 1024": Work(_GPT2, _ids(1, 1024)),
     "Llama 1 x 128": Work(_LLAMA, _ids(1, 128)), "Llama 2 x 512": Work(_LLAMA, _ids(2, 512)),
     "GPT-2 bfloat16 1 x 1024": Work(_GPT2, _ids(1, 1024), dtype=torch.bfloat16),
     "GPT-2 train 2 x 512": Work(_GPT2, _ids(2, 512), trains=True),
     "Llama train 2 x 1024": Work(_LLAMA, _ids(2, 1024), trains=True),
     "BERT train 8 x 128": Work(_BERT, _ids(8, 128), trains=True),
+    "DeiT train 8 x 224": Work(
+        _of("DeiT", num_hidden_layers=6, hidden_size=384, intermediate_size=1536, num_attention_heads=6),
+        _images(8), trains=True,
+    ),
 }  # fmt: skip
 SMALL: Mapping[str, Work] = {
     "tiny BERT": Work(_of("Bert", num_hidden_layers=1, hidden_size=64, num_attention_heads=2), _ids(2, 16)),
