@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from attngraph.ir import budgets
-from attngraph.ir.ops.declare import Size, Sizes, declare
+from attngraph.ir.ops import memory
+from attngraph.ir.ops.declare import Size, Sizes, declare, has_tangent, is_recorded, is_transformed
 
 
 def _found(a: Any) -> Tensor:
@@ -37,7 +38,8 @@ def real_tokens(real: Tensor, always: Sizes) -> Tensor:
 def packed(x: Tensor, places: Tensor, how: str, rows: Size, tokens: Size) -> Tensor:
     flat = _by_row(x, how, rows, tokens)
     if not guard_or_false(places.shape[0] == rows * tokens):
-        flat = flat.index_select(0, places)
+        into = _memory(flat, places.shape[0])
+        flat = flat.index_select(0, places) if into is None else torch.index_select(flat, 0, places, out=into)
     return flat if how.startswith("(") else flat.unsqueeze(0)
 
 
@@ -45,12 +47,22 @@ def packed(x: Tensor, places: Tensor, how: str, rows: Size, tokens: Size) -> Ten
 def unpacked(x: Tensor, places: Tensor, how: str, rows: Size, tokens: Size) -> Tensor:
     flat = x if how.startswith("(") else x.squeeze(0)
     if not guard_or_false(places.shape[0] == rows * tokens):
-        flat = flat.new_zeros(rows * tokens, *flat.shape[1:]).index_copy_(0, places, flat)
+        into = _memory(flat, rows * tokens)
+        zeros = flat.new_zeros(rows * tokens, *flat.shape[1:]) if into is None else into.zero_()
+        flat = zeros.index_copy_(0, places, flat)
     if how == "(b t)":
         return flat
     whole = flat.reshape(rows, tokens, *flat.shape[1:])
     whole = whole if how == "b t" else whole.transpose(0, 1)
     return whole.flatten(0, 1) if how == "(t b)" else whole
+
+
+def _memory(x: Tensor, count: int) -> Tensor | None:
+    """Memory that was used before, for so many entries like those of x; None where more than numbers follow
+    from it."""
+    if is_recorded((x,)) or has_tangent((x,)) or is_transformed() or x.is_meta:
+        return None
+    return memory.empty((count, *x.shape[1:]), x.dtype, x.device)
 
 
 def _by_row(x: Tensor, how: str, rows: int, tokens: int) -> Tensor:
