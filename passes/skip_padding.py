@@ -82,50 +82,71 @@ class SkipPadding:
         return Outcome() if found is None else _Skipping(graph, meaning, *found).run(self.unused)
 
 
-def _hidden(graph: ProgramGraph, meaning: Meaning) -> tuple[Expr, dict[fx.Node, nodes.Attention]] | None:
+def _hidden(graph: ProgramGraph, meaning: Meaning) -> tuple[Expr, dict[fx.Node, bool]] | None:
     """The predicate of real tokens, of `b` and `k`, by which most attentions hide all others, as a formula of
-    nodes; and those attentions."""
-    by: dict[Expr, dict[fx.Node, nodes.Attention]] = collections.defaultdict(dict)
+    nodes; and those attentions, with whether hidden tokens see no hidden ones either."""
+    by: dict[Expr, dict[fx.Node, bool]] = collections.defaultdict(dict)
     for node in graph.attentions():
         view = nodes.view(node)
         if isinstance(view, nodes.Attention) and view.q.meta["val"].device.type == "cpu":
-            for part in _hiding(view):
+            parts, always = _hiding(view)
+            for part in parts:
                 named = {n: E.read(view.reads[n.value], n.args, meaning.kind(view.reads[n.value]))
                          for n in E.reads(part)}  # fmt: skip
-                by[E.replaced(part, named)][node] = view
+                by[E.replaced(part, named)][node] = always
     return max(by.items(), key=lambda item: len(item[1]), default=None)
 
 
-def _hiding(view: nodes.Attention) -> list[Expr]:
-    """The predicates of a row and a key alone by which an attention hides keys."""
+def _hiding(view: nodes.Attention) -> tuple[list[Expr], bool]:
+    """The predicates of a row and a key alone by which an attention hides keys from queries of real tokens,
+    and whether from all queries."""
     statements = view.program.statements
     parts = E.parts(M.canonical(seen(statements, low_fill)), "and")
     of_keys = [p for p in parts if _K in p.free and p.free <= {_B, _K} and E.reads(p)]
     others = M.and_(*(p for p in parts if p not in of_keys))
+    if others is E.TRUE:
+        return of_keys, True
     fills = {s.is_hard for s in statements if isinstance(s, Keep)}
-    if False in fills and M.substitute(others, {_K: _Q}) is not E.TRUE:
-        return []  # a query that sees no key weighs all of them alike; one of a real token must see its own
     weights = [n for s in statements if isinstance(s, Weight) for n in E.walk(s.value)]
-    if True in fills and others is not E.TRUE and not any(n.op == "isnan" for n in weights):
-        return []  # a hidden token that sees no real one is NaN, and so is what gives it a weight of zero
-    return of_keys
+    if True in fills and not any(n.op == "isnan" for n in weights):
+        return [], False  # a hidden token that sees no real one is NaN, and so is what gives it no weight
+    # Where a finite number hides all keys of a query, it weighs them alike. A real token sees itself.
+    return of_keys if M.substitute(
+        others, {_K: _Q}
+    ) is E.TRUE or False not in fills else [], False not in fills
+
+
+def _value_that_hides(real: Expr) -> tuple[Expr, Expr] | None:
+    """What is read of a mask, if that is one element, and its value where a token is hidden: 0, or of
+    booleans either."""
+    reads = E.reads(real)
+    if len(reads) != 1:
+        return None
+    zero = E.const(0.0) if reads[0].kind == "float" else E.ZERO
+    values = (E.FALSE, E.TRUE) if reads[0].kind == "bool" else (zero,)
+    return next(((reads[0], v) for v in values if M.substitute(real, {reads[0]: v}) is E.FALSE), None)
 
 
 class _Skipping:
     """One graph. `hidden`: the attentions that hide all tokens but those that are `real`."""
 
     def __init__(
-        self, graph: ProgramGraph, meaning: Meaning, real: Expr, hidden: Mapping[fx.Node, nodes.Attention]
+        self, graph: ProgramGraph, meaning: Meaning, real: Expr, hidden: Mapping[fx.Node, bool]
     ) -> None:  # fmt: skip
         self.graph, self.meaning, self.real, self.hidden = graph, meaning, real, hidden
         self.masks = {n.value for n in E.reads(real)}
-        self.rows, _, self.tokens, _ = meaning.shape(next(iter(hidden.values())).k)
+        self.mask = _value_that_hides(real)
+        if self.mask is not None and self.mask[0].kind != "bool":
+            self.real = M.or_(real, M.ne(*self.mask))  # tokens of other values are computed, too
+        self.rows, _, self.tokens, _ = meaning.shape(nodes.AttentionOp.of(next(iter(hidden))).keys[0])
         self.row = E.ZERO if E.is_const(self.rows, 1) else E.var("row", self.rows)
         self.token = E.var("token", self.tokens)
         self.need: dict[fx.Node, Layout | None] = {}
         """Where the rows and tokens are in what is needed of real tokens alone; None: all of it is needed."""
         self.always: dict[Expr, None] = {}
         """Tokens that are needed of each row."""
+        self.as_it_is: set[fx.Node] = set()
+        """What takes away the values of hidden tokens: of all tokens, whatever it is given for these."""
         self.packed: dict[fx.Node, fx.Node] = {}
 
     def run(self, unused: bool) -> Outcome:
@@ -173,7 +194,11 @@ class _Skipping:
             for operand in node.all_input_nodes:
                 self._ask(operand, None)
             return None
+        before = [n.value for n in E.reads(element)]
         element = self._weighed(element)
+        after = {n.value for n in E.reads(element)}
+        looked_through = reached(before, lambda n: () if n in after else n.all_input_nodes)
+        self.as_it_is |= set(looked_through) - after
         hidden = self._read_at_hidden(element)
         for read in E.reads(element):
             self._ask(read.value, self._needed(read, hidden))
@@ -239,11 +264,11 @@ class _Skipping:
         return set(E.reads(M.substitute(element, known) if known else element))
 
     def _when_hidden(self, place: Mapping[Expr, Expr]) -> dict[Expr, Expr]:
-        """What is known of a hidden token: the predicate, or what it compares with a number."""
-        real = M.substitute(self.real, place)
-        pair = real.args[0].args if real.op == "not" and real.args[0].op == "eq" else ()
-        number, read = sorted(pair, key=lambda n: n.op) if pair else (real, real)
-        return {read: number} if (number.op, read.op) == ("const", "read") else {real: E.FALSE}
+        """What is known of a hidden token: what its mask is, or that it is not real."""
+        if self.mask is None:
+            return {M.substitute(self.real, place): E.FALSE}
+        read, value = self.mask
+        return {M.substitute(read, place): value}
 
     def _needed(self, read: Expr, hidden: set[Expr]) -> Layout | None:
         """How much is needed of what is read for an element of `row` and `token`, or of any."""
@@ -253,14 +278,15 @@ class _Skipping:
         if layout is not None or own is None:
             return layout
         token = read.args[own.token]
-        if not token.free and not E.reads(token):
+        if not token.free and not E.reads(token) and all(self.hidden.values()):
             self.always[token] = None
             return own
         return None if read in hidden else own
 
     def _ask_of_attention(self, node: fx.Node, view: nodes.AttentionOp, layout: Layout | None) -> None:
         of_queries = layout if isinstance(view, nodes.Attention) else None
-        of_keys = Layout(0, 2) if node in self.hidden else None
+        is_hidden = node in self.hidden and (layout is not None or self.hidden[node])
+        of_keys = Layout(0, 2) if is_hidden else None
         self._ask(view.q, of_queries)
         for operand in (*view.keys, *view.projections):
             self._ask(operand, of_keys)
@@ -280,7 +306,7 @@ class _Skipping:
         layout = self.need.get(node)
         if layout is None or not layout.is_first or node.op != "call_function" or is_part(node):
             return None
-        if nodes.view(node) is not None or is_random(node.target, node.args):
+        if nodes.view(node) is not None or node in self.as_it_is or is_random(node.target, node.args):
             return None
         element, at = self._element(node, layout)
         if element is None or self._counts(reached([element], lambda n: () if n.op == "read" else n.args)):
@@ -293,11 +319,17 @@ class _Skipping:
                 found[operand] = own
             elif not self._counts(n for read in reads for i in read.args for n in E.walk(i)):
                 found[operand] = None
-            elif all(_is_spread(read, at) for read in reads) and len(layout.dims) == 2:
+            elif all(self._is_spread(read, node, at) for read in reads) and len(layout.dims) == 2:
                 found[operand] = layout
             else:
                 return None
         return found if any(found.values()) else None
+
+    def _is_spread(self, read: Expr, node: fx.Node, at: Sequence[Expr]) -> bool:
+        """Whether what is read is broadcast to a node."""
+        of, to = zip(read.args, self._shape(read.value), strict=True), zip(at, self._shape(node), strict=True)
+        pairs = zip(list(of)[::-1], list(to)[::-1], strict=False)
+        return all(own == wanted or E.is_const(own[1], 1) for own, wanted in pairs)
 
     def _counts(self, parts: Iterator[Expr]) -> bool:
         """Whether a formula has the row, the token, or how many there are, as numbers."""
@@ -396,11 +428,6 @@ class _Skipping:
         mask = builder.trace(lambda m, sizes: m.expand(sizes), mask, self.sizes)
         places = builder.call(real_tokens, mask, [builder.size(n) for n in self.always])
         return places, builder.trace(lambda p: p.size(0), places)
-
-
-def _is_spread(read: Expr, at: Sequence[Expr]) -> bool:
-    """Whether what is read is broadcast to this place."""
-    return all(i is own or i is E.ZERO for i, own in zip(read.args[::-1], at[::-1], strict=False))
 
 
 class _Mask(Writer):

@@ -140,9 +140,14 @@ def compare(model: nn.Module, where: str = "all", **options: Any) -> int:
 
 
 @pytest.mark.parametrize("pool", [mean, product, largest, first, last])
-@pytest.mark.parametrize("hide", [by_infinity, by_number, by_lowest, in_a_band])
+@pytest.mark.parametrize("hide", [by_infinity, by_number, by_lowest])
 def test_only_real_tokens_are_computed(hide: Any, pool: Any) -> None:
     assert compare(Encoder(hide, pool)) == 8
+
+
+@pytest.mark.parametrize("pool", [mean, largest])
+def test_tokens_see_those_near_them(pool: Any) -> None:
+    assert compare(Encoder(in_a_band, pool)) == 8
 
 
 @pytest.mark.parametrize(
@@ -150,11 +155,13 @@ def test_only_real_tokens_are_computed(hide: Any, pool: Any) -> None:
     [
         (Encoder(pool=mean_of_all), 2), (Encoder(pool=chosen), 2), (Encoder(pool=tokens), 2),
         (Encoder(queries_alone), 0), (Encoder(others_alone), 0), (Encoder(in_a_band_by_infinity), 0),
+        (Encoder(in_a_band, last), 0), (Encoder(in_a_band, tokens), 0),
         (Encoder(mix=lambda x: x + x.mean(1, keepdim=True)), 5),
+        (Encoder(mix=lambda x: x + x.amax(1, keepdim=True)), 5),
         (Encoder(mix=lambda x: x.cumsum(1)), 5), (Encoder(mix=lambda x: x / x.shape[1]), 8),
     ],
     ids=["mean of all", "a place that data choose", "all tokens", "mask of queries", "not itself",
-         "NaN", "mixed",
+         "NaN", "a token that sees hidden ones alone", "tokens that do", "mixed", "mixed with the largest",
          "sums", "how many tokens there are"],
 )  # fmt: skip
 def test_what_is_needed_of_hidden_tokens_is_computed(model: nn.Module, products: int) -> None:

@@ -61,6 +61,7 @@ def tree(tmp_path: Path) -> Write:
     def write(**files: str) -> Path:
         for folder in ("attngraph/meaning", "attngraph/runtime", "passes", "codegen", "tests"):
             (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "pytest.ini").write_text("[pytest]\n")  # it is the root, whatever stands above
         (tmp_path / "passes/__init__.py").touch()
         (tmp_path / "attngraph/__init__.py").write_text('"""import words"""\nimport os\n')
         for name, text in files.items():

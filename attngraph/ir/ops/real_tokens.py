@@ -23,7 +23,7 @@ def _found(a: Any) -> Tensor:
     return a.real.new_empty(size(min=2), dtype=torch.int64)  # type: ignore[no-any-return]
 
 
-@declare(fake=_found)
+@declare(fake=_found, derivatives="places of tokens have none")
 def real_tokens(real: Tensor, always: Sizes) -> Tensor:
     """`real`: which they are, `[B, T]`. `always`: tokens of each row that are computed in any case."""
     real = real | ~real.any(-1, keepdim=True)
