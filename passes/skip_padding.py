@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from attngraph.ir.graph import Level, ProgramGraph, is_random, is_size, source_of
-from attngraph.ir.graph.program_graph import RESULTS, sort
+from attngraph.ir.graph.program_graph import RESULTS, is_assertion, sort
 from attngraph.ir.language import E, Expr, Keep, Weight
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.real_tokens import packed, real_tokens, unpacked
@@ -110,10 +110,10 @@ def _hiding(view: nodes.Attention) -> tuple[list[Expr], bool]:
     weights = [n for s in statements if isinstance(s, Weight) for n in E.walk(s.value)]
     if True in fills and not any(n.op == "isnan" for n in weights):
         return [], False  # a hidden token that sees no real one is NaN, and so is what gives it no weight
-    # Where a finite number hides all keys of a query, it weighs them alike. A real token sees itself.
-    return of_keys if M.substitute(
-        others, {_K: _Q}
-    ) is E.TRUE or False not in fills else [], False not in fills
+    if False not in fills:
+        return of_keys, True
+    # Where a finite number hides all keys of a query, it weighs them alike. A real token must see itself.
+    return of_keys if M.substitute(others, {_K: _Q}) is E.TRUE else [], False
 
 
 def _value_that_hides(real: Expr) -> tuple[Expr, Expr] | None:
@@ -152,6 +152,11 @@ class _Skipping:
     def run(self, unused: bool) -> Outcome:
         for node, output in zip(self.graph.results(), self.graph.outputs, strict=True):
             self._ask(node, self._own(node) if unused and output.kind in RESULTS else None)
+        for node in self.graph.graph.nodes:
+            is_measured = is_size(node) and node.target is not aten.sym_size.int
+            if is_assertion(node) or is_measured:
+                for operand in node.all_input_nodes:
+                    self._ask(operand, None)
         for node in reversed(self.graph.graph.nodes):
             if node in self.need and node.op == "call_function" and not is_size(node):
                 self._ask_operands(node, self.need[node])
@@ -253,15 +258,21 @@ class _Skipping:
         own = self._own(read.value)
         return None if own is None else read.args[own.token]
 
+    def _row_of(self, read: Expr) -> Expr:
+        own = self._own(read.value)
+        assert own is not None
+        return read.args[own.row]
+
     def _read_at_hidden(self, element: Expr) -> set[Expr]:
-        """What a formula that sums over tokens needs of them where they are hidden."""
-        known: dict[Expr, Expr] = {}
-        bound = self._bound(element)
-        for read in E.reads(element):
-            own = self._own(read.value)
-            if own is not None and read.args[own.token] in bound:
-                known |= self._when_hidden({_B: read.args[own.row], _K: read.args[own.token]})
-        return set(E.reads(M.substitute(element, known) if known else element))
+        """What a formula needs of tokens where they are hidden, of the tokens that it sums over."""
+        found = set(E.reads(element))
+        for variable in self._bound(element):
+            reads = [n for n in E.reads(element) if self._token_of(n) is variable]
+            known: dict[Expr, Expr] = {}
+            for read in reads:
+                known |= self._when_hidden({_B: self._row_of(read), _K: variable})
+            found -= set(reads) - set(E.reads(M.substitute(element, known)))
+        return found
 
     def _when_hidden(self, place: Mapping[Expr, Expr]) -> dict[Expr, Expr]:
         """What is known of a hidden token: what its mask is, or that it is not real."""

@@ -93,6 +93,11 @@ def chosen(x: Tensor, mask: Tensor) -> Tensor:
     return x[torch.arange(len(x)), mask.sum(1) % x.shape[1]]
 
 
+def first_of_all(x: Tensor, mask: Tensor) -> Tensor:
+    """The sum over real tokens is not of what it is multiplied by, which is a sum over all."""
+    return torch.einsum("bid,bjd,bj->bd", x, x, mask.float())
+
+
 def tokens(x: Tensor, mask: Tensor) -> Tensor:
     return x
 
@@ -154,18 +159,39 @@ def test_tokens_see_those_near_them(pool: Any) -> None:
     ("model", "products"),
     [
         (Encoder(pool=mean_of_all), 2), (Encoder(pool=chosen), 2), (Encoder(pool=tokens), 2),
+        (Encoder(pool=first_of_all), 2),
         (Encoder(queries_alone), 0), (Encoder(others_alone), 0), (Encoder(in_a_band_by_infinity), 0),
         (Encoder(in_a_band, last), 0), (Encoder(in_a_band, tokens), 0),
         (Encoder(mix=lambda x: x + x.mean(1, keepdim=True)), 5),
         (Encoder(mix=lambda x: x + x.amax(1, keepdim=True)), 5),
         (Encoder(mix=lambda x: x.cumsum(1)), 5), (Encoder(mix=lambda x: x / x.shape[1]), 8),
     ],
-    ids=["mean of all", "a place that data choose", "all tokens", "mask of queries", "not itself",
-         "NaN", "a token that sees hidden ones alone", "tokens that do", "mixed", "mixed with the largest",
+    ids=["mean of all", "a place that data choose", "all tokens", "a product of sums", "mask of queries",
+         "not itself", "NaN", "a token that sees hidden ones alone", "tokens that do", "mixed", "mixed with the largest",
          "sums", "how many tokens there are"],
 )  # fmt: skip
 def test_what_is_needed_of_hidden_tokens_is_computed(model: nn.Module, products: int) -> None:
     assert compare(model) <= products
+
+
+def test_what_is_checked_of_all_tokens_is_checked_of_hidden_ones() -> None:
+    class Checks(Encoder):
+        def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+            y = self.layers[0].up(self.words(ids))
+            torch._assert_async((y.abs() < 100).all(), "too large")
+            x = self.layers[0](self.words(ids), mask)
+            return mean(x, mask) + mean(y, mask)[:, :WIDTH]
+
+    model = Checks(layers=1).eval()
+    model.words.weight.data[49] = 1e4
+    ids, mask = CALLS["some"]
+    compiled = attngraph.compile(model, min_scores=0)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(ids % 49, mask), model(ids % 49, mask), equal_nan=True)
+        for call in (model, compiled):
+            with pytest.raises(RuntimeError, match="too large"):
+                call(torch.where(mask > 0, ids % 49, 49), mask)
+    assert products_left_out(compiled) == 4
 
 
 def test_padding_on_the_left() -> None:
