@@ -167,8 +167,8 @@ def test_tokens_see_those_near_them(pool: Any) -> None:
         (Encoder(mix=lambda x: x.cumsum(1)), 5), (Encoder(mix=lambda x: x / x.shape[1]), 8),
     ],
     ids=["mean of all", "a place that data choose", "all tokens", "a product of sums", "mask of queries",
-         "not itself", "NaN", "a token that sees hidden ones alone", "tokens that do", "mixed", "mixed with the largest",
-         "sums", "how many tokens there are"],
+         "not itself", "NaN", "a token that sees hidden ones alone", "tokens that do", "mixed",
+         "mixed with the largest", "sums", "how many tokens there are"],
 )  # fmt: skip
 def test_what_is_needed_of_hidden_tokens_is_computed(model: nn.Module, products: int) -> None:
     assert compare(model) <= products
