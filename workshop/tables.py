@@ -218,6 +218,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "decoding h100": lambda: decoding("h100.json"),
     "groups of warps": lambda: groups("scorecard.json"),
     "whole models": lambda: whole("whole.json"),
+    "whole models with AMX": lambda: whole("whole_amx.json"),
     "cost of order": lambda: order("cost_of_order.json"),
     "same bits": lambda: bits("same_bits.json"),
     "gallery": gallery,
