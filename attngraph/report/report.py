@@ -108,7 +108,7 @@ class CompileReport(Entries):
             if record.name == "fuse-attention" and record.changed and scores:
                 said = f"no longer written: {binary(scores)} of scores, and what follows from them"
                 lines.append(f"      {said}")
-            if record.name == "freeze-weights":
+            if record.name in ("skip-padding", "freeze-weights"):
                 lines += [f"      {note}" for note in record.notes]
         return lines
 
