@@ -14,6 +14,7 @@ Where a hidden token has a weight of zero, the model's result is NaN if its valu
 
 import collections
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -163,11 +164,28 @@ class _Skipping:
         able = {n: operands for n in self.graph.graph.nodes if (operands := self._operands(n))}
         groups = connected(list(able), lambda n: [n, *(o for o in able[n] if o in able)])
         kept = {n for group in groups if any(map(self._is_product, group)) for n in group}
-        if kept:
-            self._pack({n: operands for n, operands in able.items() if n in kept})
+        where, every = source_of(next(iter(self.hidden))), sum(map(self._cost, self.graph.graph.nodes))
+        if not kept or 2 * sum(map(self._cost, kept)) < every:
+            # Few products alone are not worth it: each is computed apart from the others of its input.
+            told = (
+                f"tokens that are hidden at {where} are computed: most products are of values that results "
+                "need, or that cannot be computed of some tokens alone"
+            )
+            return Outcome(
+                [told + " (padding='unused': results of hidden tokens are not used)" * (not unused)]
+            )
+        self._pack({n: operands for n, operands in able.items() if n in kept})
         many = sum(map(self._is_product, self.packed))
-        where = source_of(next(iter(self.hidden)))
         return Outcome([f"{many} product(s) leave out the tokens that are hidden at {where}"] * bool(many))
+
+    def _cost(self, node: fx.Node) -> int:
+        """How many numbers the weights of a product of tokens have."""
+        both = M.mul(self.rows, self.tokens)
+        if not self._is_product(node) or not (self._own(node) or both in self._shape(node)):
+            return 0
+        weights = [n.meta["val"] for n in node.all_input_nodes if self.meaning.is_tensor(n)]
+        sizes = (list(w.shape) for w in weights if w.ndim == 2)
+        return sum(math.prod(shape) for shape in sizes if all(isinstance(n, int) for n in shape))
 
     def _is_product(self, node: fx.Node) -> bool:
         return self.meaning.category(node) is Category.CONTRACTION
