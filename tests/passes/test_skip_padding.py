@@ -194,6 +194,34 @@ def test_what_is_checked_of_all_tokens_is_checked_of_hidden_ones() -> None:
     assert products_left_out(compiled) == 4
 
 
+MASKS = {
+    "numbers": (lambda s, m: s.masked_fill(m[:, None, None] == 0, -1e9), mean, lambda m: m.float()),
+    "booleans": (lambda s, m: s.masked_fill(~m[:, None, None], float("-inf")), mean, lambda m: m.bool()),
+    "padding is true": (
+        lambda s, m: s.masked_fill(m[:, None, None], float("-inf")), lambda x, m: mean(x, ~m),
+        lambda m: m == 0,
+    ),
+    "weights below 0": (
+        lambda s, m: s.masked_fill(m[:, None, None] <= 0, -1e9), mean, lambda m: 3 * m - 2 * (m == 0).long(),
+    ),
+    "all have weight": (lambda s, m: s.masked_fill(m[:, None, None] < 2, -1e9), mean, lambda m: m + 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_what_a_mask_is_of(kind: str) -> None:
+    """A hidden token that has a weight in the mean is computed."""
+    hide, pool, change = MASKS[kind]
+    model = Encoder(hide, pool).eval()
+    compiled = attngraph.compile(model, min_scores=0)
+    with torch.no_grad():
+        for ids, mask in CALLS.values():
+            torch.testing.assert_close(
+                compiled(ids, change(mask)), model(ids, change(mask)), equal_nan=True, atol=1e-5, rtol=1e-5
+            )
+    assert products_left_out(compiled) == 8
+
+
 def test_padding_on_the_left() -> None:
     model = Encoder(pool=first).eval()
     compiled = attngraph.compile(model, min_scores=0)
